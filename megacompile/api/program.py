@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from megacompile.api.pipeline import Compiled, Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
-from megacompile.api.rollout import Rollout
+from megacompile.api.rollout import DeviceWeights, Rollout
 from megacompile.api.session import LossOfOutputs, Session
 from megacompile.blocks.functions import BlockFunction
 from megacompile.blocks.joint_graph import Ref
@@ -70,6 +70,7 @@ from megacompile.state.optimizer import check_settings, restore_settings, settin
 # shapes; blocks that share a template share its times.
 
 
+_Owner = TypeVar("_Owner", bound=DeviceWeights)
 _CPU = torch.device("cpu")
 _CACHES = 64 << 20  # bytes that no cache near a core holds
 
@@ -745,21 +746,37 @@ class Program:
         Updates end before; steps go on after the context, bit for bit as without it, also where it was left
         by an exception. Inside, the program itself runs nothing. Refused for several ranks.
         """
+        with self._given_back("rollout", Rollout, "use program.generate") as rollout:
+            yield rollout.model
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight under its name, on the device, as programs compute with it: to hand them to a server.
+
+        They come one by one, whatever the model's size; those that who takes them does not let go have to fit
+        ``hbm_budget`` together. Updates end before, and until the last one was taken the program runs
+        nothing. Refused for several ranks.
+        """
+        with self._given_back("named_weights", DeviceWeights, "use program.state_dict") as weights:
+            yield from weights.each()
+
+    @contextlib.contextmanager
+    def _given_back(self, name: str, kind: type[_Owner], way_out: str) -> Iterator[_Owner]:
+        """Within, the device belongs to what ``kind`` makes of the session."""
         session = self._session
-        with exclusive(session, "rollout"), session.values.in_call():
+        with exclusive(session, name), session.values.in_call():
             self._ready()
             if self.world.size > 1:
                 raise MegacompileError(
-                    "program.rollout is for one process, and several ranks train here: use program.generate."
+                    f"program.{name} is for one process, and several ranks train here: {way_out}."
                 )
-            rollout = Rollout(session)
+            owner = kind(session)
             self._rolls_out = True
         try:
-            yield rollout.model
+            yield owner
         finally:
-            with exclusive(session, "rollout"):
+            with exclusive(session, name):
                 self._rolls_out = False
-                rollout.end()
+                owner.end()
 
     @alone
     def generate(self, /, input_ids: Tensor, **options: Any) -> Any:

@@ -60,31 +60,20 @@ class _Weights:
             parameter.data = parameter.data.new_empty(0)
 
 
-class Rollout:
-    """The model on the device until :meth:`end`, as ``model``: with all weights, or with those outside of its
-    blocks, while those of each block come for its forward alone.
-
-    Raises :class:`~megacompile.errors.BudgetError` where not even these fit.
-    """
+class DeviceWeights:
+    """The parameters of a session's model as programs compute with them, on the device, of which until
+    :meth:`end` nothing else is in use."""
 
     def __init__(self, session: Session) -> None:
         self._values, self._budget = session.values, session.compiler.room.budget_bytes
         self._forms = parameter_forms(session.model, session.compiler.frontend.compute_dtype)
-        self._session, self._sizes = session, stored_bytes(session.model, self._forms)
+        self._sizes = stored_bytes(session.model, self._forms)
         self._shapes = {name: stored_shape(p) for name, p in session.model.named_parameters()}
-        self._streams, self._running, self._ended = False, False, False
-        self._names: dict[str, nn.Parameter] = {}
         session.vacate()
         runtime = session.runtime
         self._closes = runtime is None
         self._passing = runtime is not None and runtime.state.passing
         self.device: Device = session.settings.open_device() if runtime is None else runtime.device
-        try:
-            self.model = self._copy(session.model)
-            self._place_weights()
-        except BaseException:
-            self.end()
-            raise
 
     def nbytes_of(self, name: str) -> int:
         """Return what a parameter takes of the device."""
@@ -99,6 +88,51 @@ class Rollout:
             if self._passing:
                 self.device.synchronize()  # the next part may come where this one is
         return value
+
+    def each(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all, each under its name. One has its place until who takes it lets it go."""
+        for name, nbytes in self._sizes.items():
+            self.device.synchronize()  # who took the last one may still read where this one comes
+            try:
+                with self.device.whole():
+                    place = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
+                    value = self.read(name, place)
+            except _FULL as error:
+                raise BudgetError(
+                    f"hbm_budget leaves {format_bytes(self._budget)}, without room for the "
+                    f"{format_bytes(nbytes)} of {name} beside weights that were taken before and not let go "
+                    "yet: raise it."
+                ) from error
+            del place
+            yield name, value
+            del value
+
+    def end(self) -> None:
+        """Give the device back."""
+        self.device.synchronize()
+        self.device.vacate()
+        if self._closes:
+            self.device.close()
+
+
+class Rollout(DeviceWeights):
+    """The model on the device until :meth:`end`, as ``model``: with all weights, or with those outside of its
+    blocks, while those of each block come for its forward alone.
+
+    Raises :class:`~megacompile.errors.BudgetError` where not even these fit.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._session = session
+        self._streams, self._running, self._ended = False, False, False
+        self._names: dict[str, nn.Parameter] = {}
+        try:
+            self.model = self._copy(session.model)
+            self._place_weights()
+        except BaseException:
+            self.end()
+            raise
 
     def _copy(self, model: nn.Module) -> Any:
         """The model's modules, in eval mode, around parameters that hold nothing yet."""
@@ -253,9 +287,7 @@ class Rollout:
         self._ended = True
         self.device.synchronize()
         _Weights(self._names, self).drop()
-        self.device.vacate()
-        if self._closes:
-            self.device.close()
+        super().end()
 
 
 class _OnDevice(_Model):

@@ -171,7 +171,7 @@ class OutsideModel:
         return getattr(self._trainer.model, name)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        model = unwrapped(self._trainer.model)
+        model: Any = unwrapped(self._trainer.model)
         source = model.get_base_model() if hasattr(model, "get_base_model") else model
         batch = inspect.signature(source.forward).bind_partial(*args).arguments | inputs
         batch.pop("use_cache", None)  # a program keeps none

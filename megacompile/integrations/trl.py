@@ -618,13 +618,14 @@ class PolicyMixin(TokenMixin):
     _reference: ReferenceModel | None = None
     ref_model: Any
     model_wrapped: Any
+    vllm_generation: Any
     _current_train_step_time: float
     temperature: float
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         args = args or self._defaults()
         refused = {
-            "use_vllm": (args.use_vllm, False),
+            "vllm_mode": (args.vllm_mode if args.use_vllm else "server", "server"),
             "use_transformers_continuous_batching": (args.use_transformers_continuous_batching, False),
             "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), False),
             "world_size": (args.world_size, 1),
@@ -636,6 +637,13 @@ class PolicyMixin(TokenMixin):
                     f"{type(self).__name__} does not support {name}={value} yet: set it to {supported}."
                 )
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        if args.use_vllm:
+            if hasattr(self.model, "peft_config"):
+                raise MegacompileError(
+                    f"{type(self).__name__} does not merge adapters for a vLLM server yet: train all "
+                    "weights, or set use_vllm to False."
+                )
+            self.vllm_generation._iter_named_params = self._weights_for_server
         if args.beta and learns_prompts(self.model):
             raise MegacompileError(
                 f"{type(self).__name__} cannot switch off prompts that are learned, as the reference of "
@@ -664,13 +672,21 @@ class PolicyMixin(TokenMixin):
     training_step.waits = True  # type: ignore[attr-defined]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, by the model of a rollout."""
+        """As upstream, by the model of a rollout, or by a server that has the weights."""
+        if self.use_vllm:
+            return super()._generate_single_turn(*args, **kwargs)
         policy = self.model_wrapped
         with self._programmed().rollout() as self.model_wrapped:
             try:
                 return super()._generate_single_turn(*args, **kwargs)
             finally:
                 self.model_wrapped = policy
+
+    def _weights_for_server(self) -> Iterator[tuple[str, Tensor]]:
+        """In the place of upstream's: one at a time, as the program computes with them."""
+        for name, value in self._programmed().named_weights():
+            yield self.vllm_generation._fix_param_name_to_vllm(name), value
+            del value
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # upstream gives the prompts, of which completions are not made yet

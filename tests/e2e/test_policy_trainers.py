@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import megacompile
+from megacompile.api.rollout import DeviceWeights
 from tests.support.examples import load_example
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
@@ -258,6 +259,80 @@ def test_the_example_learns(
     grpo.main()
     rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "█" in line]
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
+
+
+class Server:
+    """Stands where TRL's client of a vLLM server does, which needs vLLM, and a GPU for its broadcast.
+
+    It keeps what it is sent, and answers by :class:`Written`.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        self.sent: list[dict[str, torch.Tensor]] = []
+        self._written = Written(tokenizer().eos_token_id)
+
+    def init_communicator(self, device: Any) -> None: ...
+
+    def get_server_info(self) -> Any:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: Any, named: Any) -> None:
+        """Take one after the other, as they were announced."""
+        self.sent.append({})
+        for (name, dtype, shape), (sent, value) in zip(metadata, named, strict=True):
+            assert (name, dtype, shape) == (sent, str(value.dtype).removeprefix("torch."), list(value.shape))
+            self.sent[-1][name] = value.to("cpu", copy=True)
+            del value
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
+        ids = self._written([prompt for prompt in prompts for _ in range(n)])
+        logprobs = [[[-4.0 - 0.1 * i] for i in range(len(row))] for row in ids]
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs}
+
+
+def served(kind: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
+    generation = importlib.import_module("trl.generation.vllm_generation")
+    monkeypatch.setattr(generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(generation, "VLLMClient", Server)
+    settings = {"use_vllm": True, "vllm_mode": "server", "samples": True}
+    return policy(kind, folder, **settings | given)
+
+
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
+def test_a_server_is_handed_the_weights_one_by_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs and all weights that come are those of plain TRL; the device never has more than two of them."""
+    mine, plain = (served(getattr(of, kind), tmp_path, monkeypatch) for of in (ours, trl))
+    peaks = list[int]()
+    each = DeviceWeights.each
+
+    def watched(weights: DeviceWeights) -> Any:
+        for name, value in each(weights):
+            device: Any = weights.device
+            peaks.append(device._whole.live)
+            yield name, value
+            del value
+
+    monkeypatch.setattr(DeviceWeights, "each", watched)
+    compare(mine, plain)
+    largest = max(p.numel() * 4 for p in plain.model.parameters())
+    assert 0 < max(peaks) <= 2 * largest
+    servers = [trainer.vllm_generation.vllm_client for trainer in (mine, plain)]
+    assert len(servers[0].sent) == len(servers[1].sent) > 2
+    for sent, expected in zip(*(server.sent for server in servers), strict=True):
+        assert list(sent) == list(expected)
+        for name, value in sent.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_server_cannot_be_handed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(megacompile.MegacompileError, match="does not merge adapters for a vLLM server"):
+        served(ours.GRPOTrainer, tmp_path, monkeypatch, model=lora())
+    with pytest.raises(megacompile.MegacompileError, match="vllm_mode=colocate yet: set it to server"):
+        served(ours.GRPOTrainer, tmp_path, monkeypatch, vllm_mode="colocate")
 
 
 @pytest.mark.parametrize(

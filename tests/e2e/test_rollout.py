@@ -244,3 +244,26 @@ def test_a_rollout_is_foretold_once_as_it_comes(
     assert said.streams == rollout._streams and said.at_once == parts[-1]
     assert said.need_bytes == pytest.approx(rollout.device.peak_bytes, rel=0.05) or said.at_once < 16
     assert said.need_bytes <= budget and said.decode_rate > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_handed_over_by_name_within_the_budget(dtype: torch.dtype) -> None:
+    """As programs compute with them; those that are kept have to fit together."""
+    budget = int(0.8 * bytes_of(build("llama")) * dtype.itemsize // 4)
+    programs = pair(lambda: build("llama"), f"{budget}B", dtype)
+    program = programs[0]
+    for seed in range(2):
+        plain = in_dtype(trained(program) if seed else build("llama"), dtype)
+        names = []
+        for name, value in program.named_weights():
+            assert torch.equal(value, plain.get_parameter(name))
+            names.append(name)
+            with pytest.raises(megacompile.ProgramError):
+                program.train_step(batch_for("llama"))
+        assert names == [name for name, _ in plain.named_parameters()]
+        with pytest.raises(megacompile.BudgetError, match="taken before and not let go"):
+            list(program.named_weights())
+        step(programs, seed)
+    for _ in program.named_weights():
+        break  # and leave the rest
+    step(programs, 2)

@@ -18,6 +18,8 @@ SLOW = (
     r"test_policy_trainers\.py::test_adapters_log_what_trl_does",
     r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
     r"test_policy_trainers\.py::test_the_example_learns",
+    r"test_policy_trainers\.py::test_a_server_is_handed_the_weights_one_by_one\[RLOO",
+    r"test_rollout\.py::test_weights_are_handed_over_by_name\w+\[dtype0",
     r"test_experimental_trainers\.py::test_\w+\[(ORPO with|CPO|of the teacher)",
     r"test_changed_buffers\.py::test_a_classifier_trains_as_eager_does\[(False-None|True-0)",
     r"test_rollout\.py::test_tokens_are_transformers\w+\[(0.8-dtype0|100.0-dtype1)",
