@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -581,11 +582,35 @@ class Trainer(Mixin, transformers.Trainer):
     """
 
 
+class Generator:
+    """Stands where a trainer's own code calls ``generate`` of its model, once: a rollout makes the texts.
+
+    Several ranks, and a budget without room for a rollout, have them made on the host, in FP32, from values
+    that the program lends the model.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._model = trainer, trainer.model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, **inputs: Any) -> Any:
+        """As the model's own."""
+        self._trainer.model = self._model
+        if self._trainer.args.world_size == 1:
+            try:
+                with self._trainer._programmed().rollout() as model:
+                    return model.generate(**inputs)
+            except BudgetError as error:
+                warnings.warn(f"Texts are made on the host, which is slow. {error}", stacklevel=2)
+        return self._model.generate(**inputs)
+
+
 class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` in the same way.
 
-    With ``predict_with_generate`` the model's own ``generate`` makes the texts on the host, in FP32 and with
-    its cache, from values that the program lends it for each batch.
+    With ``predict_with_generate`` the texts of each batch are made in a rollout.
     """
 
     def prediction_step(
@@ -594,8 +619,12 @@ class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
         if prediction_loss_only or not self.args.predict_with_generate:
             return Evaluation.prediction_step(self, self.model, inputs, prediction_loss_only, *rest)
         model.eval()
-        upstream = transformers.Seq2SeqTrainer.prediction_step
-        step: tuple[Tensor | None, Any, Any] = upstream(
-            self, self._stand_in(), inputs, prediction_loss_only, *rest, **options
-        )
+        upstream, own = transformers.Seq2SeqTrainer.prediction_step, self.model
+        self.model = Generator(self)
+        try:
+            step: tuple[Tensor | None, Any, Any] = upstream(
+                self, self._stand_in(), inputs, prediction_loss_only, *rest, **options
+            )
+        finally:
+            self.model = own
         return step

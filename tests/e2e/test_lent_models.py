@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import MegacompileError, ProgramError
+from megacompile.api.rollout import Rollout
+from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from tests.e2e.test_trainer import Trainer, logs, lora, rows, trainer, transformers
 
 Seq2SeqTrainer, Seq2SeqTrainingArguments = (
@@ -168,7 +170,19 @@ def test_a_second_trainer_takes_the_model_of_a_first_one(tmp_path: Path) -> None
         first.evaluate()
 
 
-def test_texts_of_a_seq2seq_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_texts_of_a_seq2seq_trainer(room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made in rollouts; or on the host, where the budget has no room for one, which is said."""
+    made_on_device = list[Any]()
+
+    def place(rollout: Rollout) -> None:
+        if not room:
+            raise BudgetError("no room", least_bytes=1)
+        made_on_device.append(rollout)
+        placed(rollout)
+
+    placed = Rollout._place_weights
+    monkeypatch.setattr(Rollout, "_place_weights", place)
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
     data = [{"input_ids": row["input_ids"][:8], "labels": row["input_ids"][:6]} for row in rows(8, 3)]
@@ -193,10 +207,12 @@ def test_texts_of_a_seq2seq_trainer(tmp_path: Path) -> None:
             compute_metrics=lambda made: {"sum": float(made.predictions.sum())},
             **more,
         )
-        one.train()
-        made.append((logs(one), one.predict(data[4:], num_beams=2).predictions.tolist()))
+        said = pytest.warns(UserWarning, match="made on the host") if more and not room else nullcontext()
+        with said:
+            one.train()
+            made.append((logs(one), one.predict(data[4:], num_beams=2).predictions.tolist()))
     (plain, texts), (ours, own) = made
-    assert own == texts
+    assert own == texts and bool(made_on_device) == room
     assert len(ours) == len(plain)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)

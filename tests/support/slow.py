@@ -18,6 +18,7 @@ SLOW = (
     r"test_policy_trainers\.py::test_adapters_log_what_trl_does",
     r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
     r"test_policy_trainers\.py::test_the_example_learns",
+    r"test_lent_models\.py::test_texts_of_a_seq2seq_trainer\[False",
     r"test_policy_trainers\.py::test_a_server_is_handed_the_weights_one_by_one\[RLOO",
     r"test_rollout\.py::test_weights_are_handed_over_by_name\w+\[dtype0",
     r"test_experimental_trainers\.py::test_\w+\[(ORPO with|CPO|of the teacher)",
