@@ -8,7 +8,8 @@ Tensors stay the traced ones. Beside each that comes from the batch alone stands
 for real only where its values are needed. A number that is read is a guard. A tensor whose shape depends on
 values becomes an input, and its shape a guard. A function of the model's own files that reads values, and
 nothing but the batch, is one call: it runs as it is for each batch, and only what it returns counts, so that
-all batches for which it returns as many positions share a program.
+all batches for which it returns as many positions share a program. Sizes by which a tensor is split, and
+nothing else, are no guard where the pieces are put together again as they are, but for their sum.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from megacompile.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
+_SPLITS = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
+_JOINS = {torch.cat, torch.concat, torch.concatenate}
 
 
 class _Place(NamedTuple):
@@ -56,7 +59,8 @@ class _Call:
     kwargs: dict[str, Any]
     results: tuple[int, ...]
     written: tuple[int, ...] = ()
-    expected: Any = None
+    expected: tuple[Any, ...] | None = None
+    total: int | None = None  # that numbers which are results must have as their sum
     made: bool = False
 
     @property
@@ -97,6 +101,63 @@ def _description(result: Any) -> tuple[Any, ...]:
     return (str(spec), *map(described, leaves))
 
 
+def _reading(kind: Any) -> Any:
+    """Make each method of a sequence, but for its length, read it first."""
+    own, base = kind.read, kind.__base__
+    names = {*vars(base), "__radd__"} - {*vars(object), "__len__", "__class_getitem__"}
+    for name in names | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__"}:
+
+        def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> Any:
+            plain = own(self)
+            if _name == "__radd__":
+                return args[0] + plain
+            return getattr(base, _name)(self, *args, **kwargs)
+
+        setattr(kind, name, method)
+    pytree.register_pytree_node(kind, lambda x: (list(own(x)), None), lambda x, _: base(x))
+    return kind
+
+
+@_reading
+class _Sizes(list[int]):
+    """Numbers that a call of the prologue returned; they are guards once the forward reads any of them."""
+
+    def __init__(self, numbers: Sequence[int], call: _Call) -> None:
+        super().__init__(numbers)
+        self.call = call
+        call.expected = _description(numbers)[:1]  # as many
+
+    def plain(self) -> list[int]:
+        """Return the numbers."""
+        return [*list.__iter__(self)]
+
+    def read(self) -> list[int]:
+        """Return the numbers, which are guards from now on."""
+        self.call.expected = _description(self.plain())
+        return self.plain()
+
+
+@_reading
+class _Pieces(tuple[Tensor, ...]):
+    """The pieces of a tensor that was split along a dimension, by sizes that nothing has read yet."""
+
+    sizes: _Sizes
+    dim: int
+
+    def plain(self) -> tuple[Tensor, ...]:
+        """Return the pieces."""
+        return (*tuple.__iter__(self),)
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the pieces, whose sizes are guards from now on."""
+        self.sizes.read()
+        return self.plain()
+
+
+def _plain(value: Any) -> Any:
+    return value.read() if isinstance(value, (_Sizes, _Pieces)) else value
+
+
 @dataclass(frozen=True)
 class Prologue:
     """The calls that one forward needs of a batch, in order, and the numbers of the tensors that they give to
@@ -119,7 +180,9 @@ class Prologue:
                     return None
                 if call.expected is not None:
                     result = pytree.tree_map(_dense, result)
-                    if _description(result) != call.expected:
+                    if _description(result)[: len(call.expected)] != call.expected:
+                        return None
+                    if call.total is not None and sum(result) != call.total:
                         return None
                 if versions != [values[n]._version for n in call.reads if n not in call.written]:
                     raise CaptureError(
@@ -235,7 +298,22 @@ class HostValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if get_proxy_mode() is None:
+        traced = get_proxy_mode() is not None
+        if (
+            traced
+            and func in _SPLITS
+            and any(isinstance(x, _Sizes) for x in args[1:2])
+            and not self._is_known(args[0])
+        ):
+            return self._split(func, args[1], args, kwargs)
+        if traced and func in _JOINS and isinstance(args[0], _Pieces):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            joined = args[0].plain()
+            if dim % joined[0].dim() == args[0].dim:
+                args = (joined, *args[1:])
+        args = tuple(map(_plain, args))
+        kwargs = {name: _plain(value) for name, value in kwargs.items()}
+        if not traced:
             return func(*args, **kwargs)
         if func in _INDEXED:
             args = (args[0], self._plain_index(args[1], args[0]), *args[2:])
@@ -270,6 +348,13 @@ class HostValues(TorchFunctionMode):
             with contextlib.suppress(_NotAloneError):
                 return self._on_host(theirs, args, kwargs, alone=True)
         return theirs(*args, **kwargs)
+
+    def _split(self, func: Callable[..., Any], sizes: _Sizes, args: Any, kwargs: Any) -> Any:
+        """Split a tensor in the trace; the sizes do not matter if its pieces are only put together again."""
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
+        pieces = _Pieces(func(args[0], sizes.plain(), *args[2:], **kwargs))
+        pieces.sizes, pieces.dim, sizes.call.total = sizes, dim, args[0].shape[dim]
+        return pieces
 
     def _dry(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Call a function on tensors without values, which fails where it reads any."""
@@ -426,6 +511,8 @@ class HostValues(TorchFunctionMode):
         call.results = tuple(range(self._count, self._count + len(_tensors(result))))
         self._count += len(call.results)
         self._calls.append(call)
+        if isinstance(result, list) and result and all(type(x) is int for x in result):
+            return _Sizes(result, call)
         numbers = iter(call.results)
         return pytree.tree_map_only(Tensor, lambda x: self._input(next(numbers), x), result)
 

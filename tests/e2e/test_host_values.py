@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.api.pipeline import Frontend
 from megacompile.errors import CaptureError
 
 LENGTHS = [[2, 4], [3, 3], [2, 4], [4, 2]]
@@ -149,8 +150,42 @@ class Rejoins(Splits):
         return (torch.cat(parts) * torch.arange(6)[:, None]).square().sum()
 
 
+class RejoinsAndReads(Rejoins):
+    """Pieces that are put together again, and looked at too."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        sizes = self.sizes(lengths)
+        parts = torch.split(self.linear(x), sizes)
+        longer = [1] + sizes  # noqa: RUF005  # read by no method of its own
+        return (torch.cat(parts) * torch.arange(6)[:, None]).square().sum() * longer[1] + parts[0].sum()
+
+
+def captures(model: nn.Module, batches: list[Any]) -> int:
+    """Train as eager does; return how many times the forward was captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        theirs, count = Frontend._captured, []
+        patch.setattr(Frontend, "_captured", lambda *args: count.append(1) or theirs(*args))
+        trained(model, batches)
+    return len(count)
+
+
 def test_values_that_change_nothing_need_no_program_of_their_own() -> None:
     assert trained(Rejoins(), split_batches(LENGTHS)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Compiling another program")
+def test_sizes_that_nothing_reads_need_no_capture() -> None:
+    assert captures(Rejoins(), split_batches(LENGTHS)) == 1
+    assert captures(RejoinsAndReads(), split_batches(LENGTHS)) == 3
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    program = compiled(Rejoins())
+    good, bad = split_batches([[2, 4], [2, 3]])
+    program.train_step(good)
+    with pytest.raises(CaptureError, match="split"):
+        program.train_step(bad)
+    program.close()
 
 
 def compiled(model: nn.Module) -> megacompile.Program:
