@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ def _batches(case: Case, *, mixed: bool) -> list[dict[str, Tensor]]:
     return [case.batch(*each) for each in made]
 
 
-def _steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[float]]:
+def steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[float]]:
     """Losses and norms of clipped steps in plain transformers."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     for batch in batches:
@@ -36,10 +36,15 @@ def _steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[
     return losses, norms
 
 
-def _trained(model: nn.Module, batches: Sequence[Any], budget: float | str) -> int:
-    """Train like plain transformers, which must come out; return the number of programs."""
-    eager = copy.deepcopy(model)
-    losses, norms = _steps(eager, batches)
+def trained(
+    model: nn.Module, batches: Iterable[Any], budget: float | str, *, beside: Iterable[Any] | None = None
+) -> int:
+    """Train like plain transformers, whose results must come out; return the number of programs.
+
+    ``beside``: the batches of plain transformers, where they are others.
+    """
+    eager, batches = copy.deepcopy(model), list(batches)
+    losses, norms = steps(eager, batches if beside is None else list(beside))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = megacompile.compile(
         model, budget, optimizer=optimizer, max_grad_norm=0.5, compute_dtype=torch.float32, device="cpu"
@@ -68,7 +73,7 @@ def test_images_in_other_places_share_a_program(name: str) -> None:
         )
     least = error.value.least_bytes
     assert least is not None
-    assert _trained(model, batches, f"{least}B") == 1
+    assert trained(model, batches, f"{least}B") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Compiling another program")
@@ -76,4 +81,4 @@ def test_images_in_other_places_share_a_program(name: str) -> None:
 def test_each_combination_of_sizes_has_a_program(name: str) -> None:
     case = cases()[name]
     torch.manual_seed(0)
-    assert _trained(case.build(), _batches(case, mixed=True), "200MB") <= 5
+    assert trained(case.build(), _batches(case, mixed=True), "200MB") <= 5

@@ -30,6 +30,7 @@ _GRIDS: dict[str, Any] = {
     "image_size": 112, "window_size": 56, "fullatt_block_indexes": [1], "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
+_STARTS = ("vision_start_token_id", "image_start_token_id")
 _PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
 
@@ -127,7 +128,7 @@ def _with_grids(config: Any, model: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         options = {"text_config": _TEXT | {"rope_parameters": sections}, "vision_config": _GRIDS}
-        ids = {"image_token_id": _IMAGE, "video_token_id": 191}
+        ids = {"image_token_id": _IMAGE, "video_token_id": 191} | dict.fromkeys(_STARTS, 189)
         built: nn.Module = model(config(**options, **ids))
         return built
 
@@ -220,3 +221,35 @@ def cases() -> dict[str, Case]:
         ),
     }
     return found | {name: Case(build, _by_masks, _MASK_SIZES) for name, build in idefics.items()}
+
+
+class Example(NamedTuple):
+    """A row of so much text, and images of these sizes in patches."""
+
+    seed: int
+    text: int
+    sizes: Sequence[tuple[int, int]] = ()
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Collate rows as processors of images in patches do: padded on the right to the longest."""
+    rows, grids, pixels = [], [], []
+    for seed, text, sizes in examples:
+        draw = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 180, (text,), generator=draw).tolist()
+        for place, (h, w) in enumerate(sizes):
+            ids[1 + 2 * place : 1 + 2 * place] = [_IMAGE] * (h * w // 4) + [7]
+            grids.append([1, h, w])
+            pixels.append(torch.randn(h * w, 3 * 2 * _PATCH * _PATCH, generator=draw))
+        rows.append(torch.tensor(ids))
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((ids == _IMAGE) | (mask == 0), -100),
+    }
+    if grids:
+        batch["mm_token_type_ids"] = (ids == _IMAGE).long()
+        batch |= {"image_grid_thw": torch.tensor(grids), "pixel_values": torch.cat(pixels)}
+    return batch
