@@ -19,9 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import BatchFeature
+from transformers.image_utils import make_flat_list_of_images
 
 from megacompile.capture.padding import IGNORED
 from megacompile.errors import MegacompileError
@@ -57,16 +61,52 @@ class Bucket(NamedTuple):
 
 
 def measure(collator: Collator, dataset: Any, *, workers: int = 0) -> list[Sizes]:
-    """Return the sizes of each example, which is collated alone for that, by as many ``workers``."""
-    loader = DataLoader(
-        dataset, batch_size=1, num_workers=workers, collate_fn=functools.partial(_measured, collator)
-    )
-    return list(loader)
+    """Return the sizes of each example, which is collated alone for that, by as many ``workers``.
+
+    Of a collator's ``processor``, as TRL's has one, the part for images sees their sizes alone: files that
+    are opened lazily are not decoded.
+    """
+    processor: Any = getattr(collator, "processor", None)
+    theirs = getattr(processor, "image_processor", None)
+    if theirs is not None:
+        processor.image_processor = _BySize(theirs)
+    try:
+        measured = functools.partial(_measured, collator)
+        return list(DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=measured))
+    finally:
+        if theirs is not None:
+            processor.image_processor = theirs
 
 
 def _measured(collator: Collator, examples: list[Any]) -> Sizes:
     batch = collator(examples)
     return Sizes(int(_mask(batch).sum()), tuple(_grids(batch)))
+
+
+class _BySize:
+    """An image processor that gives the grids of images, as another one gives them for a blank image of the
+    same size."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+        self._grids: dict[Any, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while it is unpickled in a worker
+            raise AttributeError(name)
+        return getattr(self._theirs, name)
+
+    def __call__(self, images: Any, **options: Any) -> BatchFeature:
+        grids = [self._grid(image, options) for image in make_flat_list_of_images(images)]
+        return BatchFeature({"image_grid_thw": torch.stack(grids), "pixel_values": torch.empty(0)})
+
+    def _grid(self, image: Any, options: dict[str, Any]) -> Tensor:
+        if not isinstance(image, Image):
+            return torch.as_tensor(self._theirs(image, **options)["image_grid_thw"][0])
+        key = image.size, repr(options)
+        if key not in self._grids:
+            self._grids[key] = self._grid(np.zeros((*image.size[::-1], 3), np.uint8), options)
+        return self._grids[key]
 
 
 class BucketCollator:

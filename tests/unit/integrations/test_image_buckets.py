@@ -8,10 +8,12 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.vision_utils import get_vision_window_index
 
 from megacompile.errors import MegacompileError
@@ -77,6 +79,29 @@ def test_says_how_many_programs_and_how_much_filler() -> None:
         "  14 % of batches: 1 x 24 tokens, no image",
         "  86 % of batches: 1 x 40 tokens, 2 images of 64 patches",
     ]
+
+
+def test_pixels_are_not_decoded_to_measure_images(tmp_path: Any) -> None:
+    """Files that end behind their header."""
+    for number, size in enumerate(((640, 480), (300, 500), (640, 480))):
+        PIL.Image.new("RGB", size).save(tmp_path / f"{number}.png")
+        header = (tmp_path / f"{number}.png").read_bytes()[:64]
+        (tmp_path / f"{number}.png").write_bytes(header)
+    theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 256 * 28 * 28})
+    processor = SimpleNamespace(image_processor=theirs)
+
+    def collated(paths: Any) -> Any:
+        images = [[PIL.Image.open(path)] for path in paths]
+        return {"input_ids": torch.ones(1, 5)} | processor.image_processor(images, return_tensors="pt")
+
+    collated.processor = processor  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="truncated"):
+        collated([tmp_path / "0.png"])
+    sizes = measure(collated, sorted(tmp_path.iterdir()))
+    real = [theirs(PIL.Image.new("RGB", size))["image_grid_thw"] for size in ((640, 480), (300, 500))]
+    first, second = (Sizes(5, tuple(tuple(map(int, grid)) for grid in grids)) for grids in real)
+    assert sizes == [first, second, first]
+    assert processor.image_processor is theirs
 
 
 def test_rows_keep_what_they_hold() -> None:
