@@ -127,6 +127,8 @@ class BucketCollator:
         batch_size: int,
         programs: int = 8,
     ) -> None:
+        if not sizes:
+            raise MegacompileError("There is no example to choose buckets for: give the sizes of all.")
         self._collator, self._fill = collator, _Fill.of(config, batch_size)
         self._batches = list(itertools.islice(_random_batches(sizes, batch_size), _BATCHES))
         self.buckets = _chosen(self._fill, self._batches, sizes, programs)
@@ -229,11 +231,12 @@ def _filled(
         return values
     grids: list[Grid] = []
     pixels: list[Tensor] = []
-    pieces = iter(batch["pixel_values"].split([math.prod(grid) for grid in _grids(batch)]))
+    patches = batch["pixel_values"]
+    pieces = iter(patches.split([math.prod(grid) for grid in _grids(batch)]))
     for number, (row, added) in enumerate(itertools.zip_longest(rows, filler, fillvalue=Sizes(0))):
         grids += (*row.grids, *added)
         pixels += itertools.islice(pieces, len(row.grids))
-        pixels += (batch["pixel_values"].new_zeros(math.prod(grid), pixels[0].shape[1]) for grid in added)
+        pixels += (patches.new_zeros(math.prod(grid), patches.shape[1]) for grid in added)
         end = row.tokens
         for grid in added:
             begin, end = end + 1, end + 1 + math.prod(grid) // fill.unit
@@ -251,9 +254,8 @@ def _filled(
 class _Fill:
     """How batches of so many rows are filled for a model.
 
-    ``unit`` patches are an image token, ``window`` image tokens the side of a window of attention, 0 where
-    there are none. Each row gets so many ``images``, of any number of tokens each. A token of text stands
-    before each.
+    ``merge`` patches a side are an image token, ``window`` image tokens the side of a window of attention, 0
+    where there are none. Each row gets images of zeros, with a token of text before each.
     """
 
     rows: int
@@ -284,14 +286,16 @@ class _Fill:
                 f"Windows of {side} x {side} image tokens are larger than buckets are made for "
                 f"({_LARGEST_WINDOW} x {_LARGEST_WINDOW}): collate without buckets."
             )
-        return cls(rows, image, text, merge, side)
+        return cls(rows, image, text, merge, side if side > 1 else 0)
 
     @property
     def unit(self) -> int:
+        """Return the patches of an image token."""
         return self.merge**2
 
     @property
     def images(self) -> int:
+        """Return the images of zeros that each row has at least."""
         return 3 if self.window else 1
 
     def _of(self, row: Sizes) -> tuple[int, int, int]:
@@ -355,36 +359,32 @@ class _Fill:
         """Return the numbers of a row whose largest, of the first, and sums, of the others, tell which bucket
         has room for a batch."""
         images, tokens, windows = self._of(row)
-        text = row.tokens - tokens - images
-        numbers = (row.tokens, images, tokens - images, text, row.tokens - 2 * images)
+        numbers = (row.tokens, images, tokens - images, row.tokens - tokens - images, row.tokens - 2 * images)
         if not self.window:
             return numbers
-        area, side = self.window**2, self.window
-        return (
-            *numbers,
-            windows - tokens / area - images * (1 - 1 / area),
-            tokens - side * windows + (side - 1) * images,
-        )
+        side, area = self.window, self.window**2
+        dense = windows - tokens / area - images * (1 - 1 / area)
+        return *numbers, dense, tokens - side * windows + images * (side - 1)
 
     def sizes(self, demand: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return tokens of a row, image tokens, images and windows that are room for these demands."""
         longest, images, tokens, text, rest, *of_windows = demand.unbind(-1)
-        filled, rows = images > 0, self.rows
+        has_images, rows = images > 0, self.rows
         others, images = images, images + self.images * rows
-        tokens, windows = tokens + images, torch.zeros_like(images)
+        tokens, windows = tokens + images, torch.zeros_like(images)  # each image of zeros has a token
         if of_windows:
             side, area = self.window, self.window**2
+            # Filler of whole windows has the fewest for its tokens: not fewer than are missing.
             least = of_windows[0] + others * (1 - 1 / area) + _WINDOWS_OVER * rows
+            # Filler of single rows has the most: as many as are missing.
             most = of_windows[1] - (side - 1) * others - (2 * side - 2) * rows
             tokens = torch.maximum(tokens, (side * (least + 1) + most) * side / (side - 1))
-            tokens = _multiple(tokens)
-            windows = (tokens / area + least).ceil()
+            windows = (_multiple(tokens) / area + least).ceil()
         tokens = _multiple(tokens)
-        length = torch.stack(
-            [longest + 2 * self.images, (text + tokens + images) / rows, (rest + 2 * images) / rows + 1]
-        )
-        length = _multiple(torch.where(filled, length.amax(0), longest))
-        return length, tokens * filled, images * filled, windows * filled
+        # Room for the longest row with its images, for all filler, and for images of a token in pairs.
+        room = (longest + 2 * self.images, (text + tokens + images) / rows, (rest + 2 * images) / rows + 1)
+        length = _multiple(torch.where(has_images, torch.stack(room).amax(0), longest))
+        return length, tokens * has_images, images * has_images, windows * has_images
 
     def cost(self, demand: Tensor) -> Tensor:
         """Return the cost of a batch with these sizes, in tokens: an image's costs as much in the tower."""
@@ -400,15 +400,15 @@ def _multiple(x: Tensor) -> Tensor:
 def _by_windows(tokens: int, side: int) -> dict[int, tuple[tuple[int, int], ...]]:
     """Return the shapes of three images with so many tokens in sum, by the number of their windows: one is of
     whole windows, one of two rows, one of a single row."""
-    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    options: dict[int, tuple[tuple[int, int], ...]] = {}
     for whole, pairs in itertools.product(range((tokens - 2) // side**2 + 1), range(2 * side + 1)):
         blocks = (side, side * whole) if whole else (1, 1)
         double = (2, pairs) if pairs else (1, 1)
         single = tokens - math.prod(blocks) - math.prod(double)
         if single > 0:
             shapes = (blocks, double, (1, single))
-            found.setdefault(sum(-(-h // side) * -(-w // side) for h, w in shapes), shapes)
-    return found
+            options.setdefault(sum(-(-h // side) * -(-w // side) for h, w in shapes), shapes)
+    return options
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -465,5 +465,6 @@ def _chosen(
 
 
 def _demand(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return the demand of a batch of these rows."""
     stacked = torch.stack(list(rows))
     return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])

@@ -8,10 +8,12 @@ import random
 
 import pytest
 import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+import megacompile
 from megacompile.integrations.image_buckets import BucketCollator, measure
 from tests.e2e.test_vision_language import steps, trained
-from tests.support.vision_language import Example, cases, collate
+from tests.support.vision_language import Example, cases, collate, natural_images
 
 WITH_GRIDS = ["Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "GLM-4V"]
 SIZES = ((4, 4), (4, 8), (2, 8), (6, 4), (10, 2), (8, 8), (2, 2))
@@ -55,3 +57,31 @@ def test_an_epoch_needs_as_many_programs_as_were_said(name: str) -> None:
     filled = [buckets(batch) for batch in batches]
     kinds = {(batch["input_ids"].shape, len(batch.get("image_grid_thw", ()))) for batch in filled}
     assert trained(model, filled, "200MB", beside=map(collate, batches)) == len(kinds) <= 3
+
+
+@pytest.mark.filterwarnings("ignore:Compiling another program")
+def test_an_epoch_of_natural_images_needs_few_programs() -> None:
+    """200 rows, whose images are resized to at most 16 image tokens, in windows of four."""
+    torch.manual_seed(0)
+    model, draw, rows = cases()["Qwen2.5-VL"].build(), random.Random(0), []
+    for seed, images in enumerate(natural_images(200)):
+        resized = [smart_resize(*size, max_pixels=16 * 28 * 28, min_pixels=28 * 28) for size in images]
+        rows.append(Example(seed, draw.randint(5, 40), [(h // 14, w // 14) for h, w in resized]))
+    batches = [rows[at : at + 2] for at in range(0, 200, 2)]
+    buckets = buckets_of(model, batches, 8)
+    wanted, _ = steps(copy.deepcopy(model), [collate(batch) for batch in batches])
+    program = megacompile.compile(
+        model,
+        "200MB",
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        max_grad_norm=0.5,
+        compute_dtype=torch.float32,
+        device="cpu",
+        planner="full-recompute",
+    )
+    losses = [float(program.train_step(buckets(batch)).loss) for batch in batches]
+    programs = program._session.compiler.programs
+    program.close()
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    placed = {buckets.place(measure(collate, batch))[0] for batch in batches}
+    assert programs == len(placed) <= len(buckets.buckets) <= 8

@@ -6,6 +6,7 @@ model cuts and pads its images itself.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ _GRIDS: dict[str, Any] = {
     "image_size": 112, "window_size": 56, "fullatt_block_indexes": [1], "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
+_WINDOWS = ("window_size", "fullatt_block_indexes")
 _STARTS = ("vision_start_token_id", "image_start_token_id")
 _PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
@@ -126,8 +128,10 @@ def _by_masks(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
 
 def _with_grids(config: Any, model: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
+        others = () if config is transformers.Qwen2_5_VLConfig else _WINDOWS
+        vision = {name: value for name, value in _GRIDS.items() if name not in others}
         sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        options = {"text_config": _TEXT | {"rope_parameters": sections}, "vision_config": _GRIDS}
+        options = {"text_config": _TEXT | {"rope_parameters": sections}, "vision_config": vision}
         ids = {"image_token_id": _IMAGE, "video_token_id": 191} | dict.fromkeys(_STARTS, 189)
         built: nn.Module = model(config(**options, **ids))
         return built
@@ -253,3 +257,20 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         batch["mm_token_type_ids"] = (ids == _IMAGE).long()
         batch |= {"image_grid_thw": torch.tensor(grids), "pixel_values": torch.cat(pixels)}
     return batch
+
+
+def natural_images(count: int) -> list[list[tuple[int, int]]]:
+    """The images of so many rows, none to two in each, (height, width) in pixels: landscape and portrait as
+    in COCO, most of them 640 pixels along the longer side."""
+    draw = random.Random(0)
+
+    def image() -> tuple[int, int]:
+        kind = draw.random()
+        if kind < 0.6:
+            return (480, 640) if kind < 0.45 else (640, 480)
+        if kind < 0.9:
+            other = draw.randint(400, 560)
+            return (other, 640) if kind < 0.75 else (640, other)
+        return draw.randint(150, 640), draw.randint(150, 640)
+
+    return [[image() for _ in range(draw.choices((0, 1, 2), (1, 8, 1))[0])] for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -13,12 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.glm4v import image_processing_pil_glm4v as glm4v
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 from transformers.vision_utils import get_vision_window_index
 
 from megacompile.errors import MegacompileError
 from megacompile.integrations.image_buckets import Bucket, BucketCollator, Sizes, measure
-from tests.support.vision_language import Example, collate
+from tests.support.vision_language import Example, collate, natural_images
 
 SIDE = st.integers(1, 20).map(lambda n: 2 * n)
 EXAMPLES = st.lists(
@@ -28,9 +30,9 @@ EXAMPLES = st.lists(
 )
 
 
-def config(window: int = 0, **text: Any) -> Any:
+def config(window: int = 0, patch: int = 14, **text: Any) -> Any:
     """What a collator reads of a model's config; windows have so many image tokens a side."""
-    vision = SimpleNamespace(spatial_merge_size=2, patch_size=14, window_size=window * 28)
+    vision = SimpleNamespace(spatial_merge_size=2, patch_size=patch, window_size=window * 2 * patch)
     return SimpleNamespace(
         vision_config=vision,
         image_token_id=190,
@@ -69,6 +71,48 @@ def test_each_batch_is_filled_up_to_one_of_few_buckets(
         assert len(filler) == bucket.rows == batch_size
 
 
+MODELS = {  # pixels of a patch's side, image tokens of a window's side, and how images are resized
+    "Qwen2-VL": (14, 0, qwen2_vl.smart_resize),
+    "Qwen2.5-VL": (14, 4, qwen2_vl.smart_resize),
+    "Qwen3-VL": (16, 0, qwen2_vl.smart_resize),
+    "GLM-4V": (14, 0, functools.partial(glm4v.smart_resize, 2)),
+}
+
+
+def natural_sizes(model: str, count: int) -> list[Sizes]:
+    """The sizes of rows of natural images as a model's processor makes them, at most 1280 tokens an image."""
+    patch, _, resize = MODELS[model]
+    draw, rows = random.Random(0), []
+    for images in natural_images(count):
+        frames = 2 if model == "GLM-4V" else 1
+        limits = {"min_pixels": 4 * (2 * patch) ** 2, "max_pixels": 1280 * frames * (2 * patch) ** 2}
+        resized = [resize(height, width, factor=2 * patch, **limits) for height, width in images]
+        grids = tuple((1, height // patch, width // patch) for height, width in resized)
+        text = int(min(600, max(20, draw.lognormvariate(4.6, 0.6)))) + 2 * len(grids)
+        rows.append(Sizes(text + sum(map(math.prod, grids)) // 4, grids))
+    return rows
+
+
+@pytest.mark.parametrize(("batch_size", "before"), [(1, 170), (2, 95), (4, 50)])
+@pytest.mark.parametrize("model", MODELS)
+def test_natural_images_need_few_programs(model: str, batch_size: int, before: int) -> None:
+    """An epoch of 200 rows in any order; a third of what the tower computes, at most, is filler."""
+    patch, window, _ = MODELS[model]
+    sizes = natural_sizes(model, 200)
+    buckets = BucketCollator(collate, config(window, patch), sizes, batch_size=batch_size)
+    random.Random(1).shuffle(sizes)
+    batches = [sizes[at : at + batch_size] for at in range(0, 200, batch_size)]
+    places = [buckets.place(rows)[0] for rows in batches]
+    real = [[grid for row in rows for grid in row.grids] for rows in batches]
+    kinds = {
+        (max(row.tokens for row in rows), sum(map(math.prod, grids)), len(grids), windows_of(grids, window))
+        for rows, grids in zip(batches, real, strict=True)
+    }
+    assert len({*places}) <= len(buckets.buckets) <= 8 < before <= len(kinds)
+    patches = sum(math.prod(grid) for grids in real for grid in grids)
+    assert sum(bucket.patches for bucket in places) < 1.5 * patches
+
+
 def test_says_how_many_programs_and_how_much_filler() -> None:
     rows = [Sizes(20), *[Sizes(24, ((1, 4, 8),))] * 6]
     buckets = BucketCollator(collate, config(), rows, batch_size=1)
@@ -87,7 +131,7 @@ def test_pixels_are_not_decoded_to_measure_images(tmp_path: Any) -> None:
         PIL.Image.new("RGB", size).save(tmp_path / f"{number}.png")
         header = (tmp_path / f"{number}.png").read_bytes()[:64]
         (tmp_path / f"{number}.png").write_bytes(header)
-    theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 256 * 28 * 28})
+    theirs = qwen2_vl.Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 256 * 28 * 28})
     processor = SimpleNamespace(image_processor=theirs)
 
     def collated(paths: Any) -> Any:
@@ -106,9 +150,9 @@ def test_pixels_are_not_decoded_to_measure_images(tmp_path: Any) -> None:
 
 def test_rows_keep_what_they_hold() -> None:
     """Padded on the left too; their images stay in order, before the filler of the row."""
-    rows = [Example(0, 9, [(4, 4)]), Example(1, 20, [(2, 4), (4, 2)])]
+    rows = [Example(2, 6), Example(0, 9, [(4, 4)]), Example(1, 20, [(2, 4), (4, 2)])]
     sizes = measure(collate, rows)
-    buckets = BucketCollator(collate, config(), sizes, batch_size=3)
+    buckets = BucketCollator(collate, config(), sizes, batch_size=4)
     plain, batch = collate(rows), buckets(rows)
     at = 0
     for number, row in enumerate(sizes):
@@ -119,7 +163,7 @@ def test_rows_keep_what_they_hold() -> None:
         grids = batch["image_grid_thw"].tolist()
         assert grids[at : at + len(row.grids)] == [list(grid) for grid in row.grids]
         at += len(row.grids) + 1
-    assert bool((batch["labels"][2] == -100).all()) and bool(batch["attention_mask"].all())
+    assert bool((batch["labels"][3] == -100).all()) and bool(batch["attention_mask"].all())
     assert torch.equal(batch["pixel_values"][batch["pixel_values"].any(1)], plain["pixel_values"])
     assert torch.equal(batch["mm_token_type_ids"], (batch["input_ids"] == 190).long())
 
@@ -130,7 +174,7 @@ def test_rows_keep_what_they_hold() -> None:
             for name in ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
         }
 
-    moved = BucketCollator(on_the_left, config(), sizes, batch_size=3)(rows)
+    moved = BucketCollator(on_the_left, config(), sizes, batch_size=4)(rows)
     assert all(torch.equal(moved[name], batch[name]) for name in batch)
 
 
