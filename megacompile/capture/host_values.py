@@ -39,8 +39,8 @@ from megacompile.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
-_SPLITS = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
-_JOINS = {torch.cat, torch.concat, torch.concatenate}
+_SPLITS: set[Any] = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
+_JOINS: set[Any] = {torch.cat, torch.concat, torch.concatenate}
 
 
 class _Place(NamedTuple):

@@ -32,6 +32,7 @@ from megacompile.errors import MegacompileError
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 Grid = tuple[int, int, int]  # frames, and rows and columns of patches
+Shapes = tuple[tuple[int, int], ...]  # rows and columns of image tokens, of a row's images of zeros
 _MULTIPLE = 8  # of a row's tokens and of all image tokens, which matrix products like
 _BATCHES = 256  # random ones, for which buckets are chosen
 _LARGEST_WINDOW = 4  # image tokens a side, up to which each number of windows between the bounds is reached
@@ -233,7 +234,8 @@ def _filled(
     pixels: list[Tensor] = []
     patches = batch["pixel_values"]
     pieces = iter(patches.split([math.prod(grid) for grid in _grids(batch)]))
-    for number, (row, added) in enumerate(itertools.zip_longest(rows, filler, fillvalue=Sizes(0))):
+    every = [*rows, *[Sizes(0)] * (bucket.rows - len(rows))]
+    for number, (row, added) in enumerate(zip(every, filler, strict=True)):
         grids += (*row.grids, *added)
         pixels += itertools.islice(pieces, len(row.grids))
         pixels += (patches.new_zeros(math.prod(grid), patches.shape[1]) for grid in added)
@@ -266,10 +268,10 @@ class _Fill:
 
     @classmethod
     def of(cls, config: Any, rows: int) -> _Fill:
-        vision, start = getattr(config, "vision_config", None), "vision_start_token_id"
+        vision: Any = getattr(config, "vision_config", None)
         merge = getattr(vision, "spatial_merge_size", None)
         image = getattr(config, "image_token_id", None)
-        text = getattr(config, start, getattr(config, "image_start_token_id", 0))
+        text = getattr(config, "vision_start_token_id", getattr(config, "image_start_token_id", 0))
         if merge is None or image is None:
             raise MegacompileError(
                 f"{type(config).__name__} names no spatial_merge_size and image_token_id, as models do that "
@@ -338,13 +340,13 @@ class _Fill:
             for shape, n in zip(shapes, small, strict=True)
         ]
 
-    def _shapes(self, tokens: Sequence[int], windows: int) -> list[Sequence[tuple[int, int]]] | None:
+    def _shapes(self, tokens: Sequence[int], windows: int) -> list[Shapes] | None:
         """Return shapes, in image tokens, of images with so many in each row, and so many windows in all."""
         if not self.window:
-            return [[(1, n)] for n in tokens]
+            return [((1, n),) for n in tokens]
         options = [_by_windows(n, self.window) for n in tokens]
         least = sum(map(min, options))
-        shapes = []
+        shapes: list[Shapes] = []
         for option in options:
             least -= min(option)
             number = max(min(option), min(max(option), windows - least))
@@ -397,10 +399,10 @@ def _multiple(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _by_windows(tokens: int, side: int) -> dict[int, tuple[tuple[int, int], ...]]:
+def _by_windows(tokens: int, side: int) -> dict[int, Shapes]:
     """Return the shapes of three images with so many tokens in sum, by the number of their windows: one is of
     whole windows, one of two rows, one of a single row."""
-    options: dict[int, tuple[tuple[int, int], ...]] = {}
+    options: dict[int, Shapes] = {}
     for whole, pairs in itertools.product(range((tokens - 2) // side**2 + 1), range(2 * side + 1)):
         blocks = (side, side * whole) if whole else (1, 1)
         double = (2, pairs) if pairs else (1, 1)
