@@ -254,7 +254,7 @@ def _filled(
 
 @dataclass(frozen=True)
 class _Fill:
-    """How batches of so many rows are filled for a model.
+    """Fills batches of so many rows for a model.
 
     ``merge`` patches a side are an image token, ``window`` image tokens the side of a window of attention, 0
     where there are none. Each row gets images of zeros, with a token of text before each.
