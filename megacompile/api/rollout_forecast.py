@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.blocks.costs import flops_of
 from megacompile.blocks.memory_meter import StorageMeter, tensors_of
-from megacompile.capture.coded_weights import is_marked, linear, stored_shape
+from megacompile.capture.coded_weights import forward, is_marked, stored_shape
 from megacompile.capture.fingerprint import Form, fake_copy
 from megacompile.hardware.catalog import LAUNCH_SECONDS
 from megacompile.hardware.machine import Machine
@@ -223,7 +223,7 @@ def _trial(model: nn.Module, forms: Mapping[str, Form], machine: Machine, comple
         copied: Any = fake_copy(model, forms, fake, ()).eval()
     for module in copied.modules():
         if is_marked(module):
-            module.forward = functools.partial(linear, module.forward, module)
+            module.forward = functools.partial(forward, type(module).forward, module)
     weights = meter.live
     source = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(source.forward).parameters else {}
