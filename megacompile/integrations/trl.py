@@ -334,6 +334,11 @@ class SFTTrainer(TokenMixin, trl.SFTTrainer):
 
     _token_outputs = TokenOutputs(("entropy", "is_top1"))
 
+    def __init__(self, model: Any, args: Any = None, *rest: Any, **given: Any) -> None:
+        if args is not None and args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = False  # else TRL asks DDP for it, of any model with a processor
+        super().__init__(model, args, *rest, **given)
+
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any
     ) -> Any:

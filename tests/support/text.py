@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,!?:\n"
@@ -14,8 +15,8 @@ TEMPLATE = (
 )
 
 
-def tokenizer(also: str = "") -> Any:
-    """Of ``CHARACTERS`` and those in ``also``."""
+def tokenizer(also: str = "", marks: Mapping[str, str] | None = None) -> Any:
+    """Of ``CHARACTERS`` and those in ``also``; ``marks`` are special tokens by the name of an attribute."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +30,7 @@ def tokenizer(also: str = "") -> Any:
         bos_token="<s>",
         eos_token="</s>",
         chat_template=TEMPLATE,
+        extra_special_tokens=marks,
     )
 
 
