@@ -42,6 +42,7 @@ class Conversions:
     def __init__(self, model: nn.Module) -> None:
         self._merges: list[tuple[str, list[str]]] = []
         self._renames: list[tuple[str, str]] = []
+        self._rules: list[Any] = []  # that rename by a regular expression, in order
         for entry in _table(model):
             targets, sources = list(entry.target_patterns), list(entry.source_patterns)
             steps = [(type(o).__name__, o.dim) for o in getattr(entry, "operations", []) if hasattr(o, "dim")]
@@ -49,10 +50,23 @@ class Conversions:
                 self._merges.append((targets[0], sources))
             elif type(entry).__name__ == "WeightRenaming" and len(targets) == len(sources) == 1:
                 self._renames.append((targets[0], sources[0]))
+            if not hasattr(entry, "operations"):
+                self._rules.append(entry)
 
     def names(self, name: str) -> list[str]:
         """Return the names that a parameter may have in the files, its own first."""
         return [name, *(name.replace(ours, theirs) for ours, theirs in self._renames if ours in name)]
+
+    def renamed(self, keys: Iterable[str]) -> dict[str, str]:
+        """The names in files by those that transformers gives them, where these are others."""
+        found = {}
+        for key in keys:
+            name = key
+            for rule in self._rules:
+                name, _ = rule.rename_source_key(name)
+            if name != key:
+                found[name] = key
+        return found
 
     def merged(self, name: str, held: Container[str]) -> Merged | None:
         """The tensors that make up a parameter, or None where the files do not hold them."""
@@ -143,6 +157,16 @@ def build_empty(folder: Path) -> nn.Module:
     return loaded
 
 
+def auto_class(config: Any) -> Any:
+    """Return transformers' class of models that continue text, those that read images for such a config."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Parameters lose their values as this thread builds modules; buffers keep theirs."""
@@ -168,11 +192,13 @@ class Shards:
             with open_shard(folder / file) as handle:
                 self._files |= dict.fromkeys(handle.keys(), file)
         self._keys: dict[str, Merged] = {}
+        self._renamed: dict[str, str] = {}
 
     def fit(self, model: nn.Module) -> None:
         """Find every parameter and persistent buffer of the model; buffers are set here."""
         prefix = getattr(model, "base_model_prefix", "") + "."
         conversions = Conversions(model)
+        self._renamed = conversions.renamed(self._files)
         state = model.state_dict(keep_vars=True)
         found = {n: f for n in state if (f := self._find(n, prefix, conversions)) is not None}
         tied = {id(p): name for name, p in state.items() if name in found}
@@ -212,6 +238,8 @@ class Shards:
             for candidate in conversions.names(known):
                 if candidate in self._files:
                     return Merged(((candidate,),))
+            if known in self._renamed:
+                return Merged(((self._renamed[known],),))
             merged = conversions.merged(known, self._files)
             if merged is not None:
                 return merged

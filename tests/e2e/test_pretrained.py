@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import megacompile
+from megacompile.api.pretrained import Shards, build_empty
 from tests.support.models import batch_for, build
 from tests.support.scripts import output_of
+from tests.support.vision_language import cases
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
@@ -125,6 +127,17 @@ def test_a_base_models_names_are_found(tmp_path: Path) -> None:
     save_file({n.removeprefix("transformer."): v for n, v in values.items()}, tmp_path / "model.safetensors")
     program = megacompile.from_pretrained(tmp_path, "1GB", optimizer=adamw)
     assert all(torch.equal(v, program.state_dict()[n]) for n, v in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Mistral 3", "LLaVA-NeXT", "SmolVLM"])
+def test_vision_language_models_are_read_under_the_names_of_their_files(name: str, tmp_path: Path) -> None:
+    """transformers writes the names of a checkpoint's own time, and renames them by regular expressions."""
+    model: Any = cases()[name].build()
+    model.save_pretrained(tmp_path)
+    empty, shards = build_empty(tmp_path), Shards(tmp_path)
+    shards.fit(empty)
+    assert type(empty) is type(model)
+    assert all(torch.equal(shards.read(n), v) for n, v in model.named_parameters())
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
