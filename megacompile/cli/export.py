@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megacompile.errors import MegacompileError
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the masters of a checkpoint, in the dtype that is asked for, with its config and tokenizer."""
+    """Write the masters of a checkpoint in the dtype that is asked for, with all that belongs to the model."""
     try:
         import transformers
 
@@ -40,8 +41,17 @@ def run_export(options: argparse.Namespace) -> int:
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         tokenizer.save_pretrained(folder)
+    keep_processor(checkpoint, folder)
     print(f"{checkpoint} in {str(dtype).removeprefix('torch.')}: {folder}")
     return 0
+
+
+def keep_processor(source: Path, folder: Path) -> None:
+    """Copy what a folder's processor makes of images, where it has one, as it is: to load it may need
+    torchvision."""
+    for file in source.glob("*processor_config.json"):
+        if not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _whole(checkpoint: Path, state: Path) -> tuple[Any, Any, Any]:

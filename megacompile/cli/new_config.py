@@ -53,7 +53,8 @@ save_total_limit: 2
 _DATA = {
     "sft": "method: sft\n"
     "data: ./chats.jsonl                # chats (messages, or ShareGPT's conversations), Alpaca's\n"
-    "                                   # instructions, prompt and completion, or a file of plain text\n"
+    "                                   # instructions, prompt and completion, or a file of plain text;\n"
+    "                                   # chats may name files of images, in a column images\n"
     "assistant_only_loss: true          # chats: train on what the assistant says, in all turns\n"
     "packing: false                     # true: sequences share rows, each seeing itself alone",
     "dpo": "method: dpo\n"

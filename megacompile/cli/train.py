@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from megacompile.cli.export import keep_processor
+from megacompile.cli.image_rows import has_images, named_images, placed, with_files
 from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
@@ -35,14 +37,15 @@ _SPEAKERS = {  # of ShareGPT's turns, as roles
 }
 
 
+_Reader = Callable[[Mapping[str, Any]], list[dict[str, Any]]]  # of a row, as turns
 _OTHERS = ({"prompt"}, {"chosen"}, {"input_ids"})  # columns that TRL reads as they are
 
 
-def as_messages(data: Any, text: str = "text") -> Any:
+def as_messages(data: Any, text: str = "text", folder: Path = Path()) -> Any:
     """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts, which are in the
-    column ``text``, as they are."""
+    column ``text``, as they are. Images that rows name are files, relative to ``folder``."""
     names = set(data.column_names or ())
-    kinds: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, str]]]] = {
+    kinds: dict[tuple[str, ...], _Reader] = {
         ("conversations",): _from_sharegpt,
         ("instruction", "output"): _from_alpaca,
         ("messages",): lambda row: list(row["messages"]),
@@ -53,19 +56,52 @@ def as_messages(data: Any, text: str = "text") -> Any:
             f"data: its columns are {', '.join(sorted(names))}: rename them to messages, conversations, "
             f"instruction and output, prompt and completion, chosen and rejected, or {text}."
         )
+    if has_images(data):
+        return _with_images(data, read, folder)
     if read is None or "chosen" in names:
         return data
 
     def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        turns = read(row)
-        if not turns:
-            raise MegacompileError(f"data: row {index + 1} is a chat without a turn: remove it.")
-        for turn in turns:
-            _check_said(turn, index + 1)
-        return {"messages": _system(row) + turns}
+        return {"messages": _turns(read, row, index + 1)}
 
     others = [name for name in data.column_names if name not in ("tools", "chat_template_kwargs")]
     return data.map(chat, with_indices=True, remove_columns=others)
+
+
+def _turns(read: _Reader, row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """The turns of a row that is a chat."""
+    turns = read(row)
+    if not turns:
+        raise MegacompileError(f"data: row {number} is a chat without a turn: remove it.")
+    for turn in turns:
+        _check_said(turn, number)
+    return _system(row) + turns
+
+
+def _with_images(data: Any, read: _Reader | None, folder: Path) -> Any:
+    """Chats, or prompts and completions that are chats, with their images."""
+    from datasets import Dataset
+
+    names = set(data.column_names)
+    if "chosen" in names or (read is None and not isinstance(data, Dataset)):
+        return data  # for TRL to read or refuse
+    if read is None and not isinstance(data[0].get("prompt"), list):
+        raise MegacompileError(
+            "data: rows have images, and are no chats: give messages, conversations, or prompt and "
+            "completion that are lists of turns."
+        )
+
+    def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        turns = _turns(read or (lambda row: list(row["prompt"])), row, index + 1)
+        messages, images = placed(turns, named_images(row), index + 1)
+        if read is not None:
+            return {"messages": messages, "images": images}
+        completion, _ = placed(row["completion"], (), index + 1)
+        return {"prompt": messages, "completion": completion, "images": images}
+
+    made = data.map(chat, with_indices=True, remove_columns=data.column_names)
+    files = isinstance(made, Dataset) and getattr(made.features["images"].feature, "dtype", "") == "string"
+    return with_files(made, folder) if files else made
 
 
 def _check_said(turn: Mapping[str, Any], row: int) -> None:
@@ -187,6 +223,7 @@ def run_train(options: argparse.Namespace) -> int:
         return 128 + stopped
     trainer.save_model(str(folder / "model"))
     if first:
+        keep_processor(Path(keys[3].model_name_or_path), folder / "model")  # where rows were text alone
         write_report(trainer, logbook, folder)
         print(f"megacompile: {where}")
     return 0
@@ -223,6 +260,9 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
             "sample_prompts are answered at evaluations: give eval_strategy and eval_steps."
         )
     train_data, eval_data = _data(ours, script, mixture, arguments)
+    images = bool({"image", "images"} & {*(train_data.column_names or ())})
+    if images and ours.method != "sft":
+        raise MegacompileError(f"data: rows have images, which method: {ours.method} does not take: use sft.")
     names = {f.name for f in dataclasses.fields(MegacompileConfig)}
     trainer = {"sft": SFTTrainer, "dpo": DPOTrainer}[ours.method](
         args=arguments,
@@ -230,7 +270,7 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
         eval_dataset=eval_data,
         peft_config=get_peft_config(model_config),
         config=MegacompileConfig(**{k: v for k, v in vars(ours).items() if k in names}),
-        **_model(ours, model_config, arguments),
+        **_model(ours, model_config, arguments, images),
     )
     if ours.sample_prompts:
         path = Path(arguments.output_dir) / "samples.jsonl"
@@ -325,9 +365,11 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
         )
     else:
         raise MegacompileError("There is nothing to train on: give data, dataset_name or datasets.")
-    text = getattr(arguments, "dataset_text_field", "text")
+    text, folder = getattr(arguments, "dataset_text_field", "text"), Path(ours.data or ".").parent
     train, test = (
-        part if part is None else as_messages(part, text)  # before a split, so that rows keep their numbers
+        part
+        if part is None
+        else as_messages(part, text, folder)  # before a split, so that rows keep their numbers
         for part in (found[script.dataset_train_split], found.get(script.dataset_test_split))
     )
     if isinstance(train, Dataset) and test is None and mixture.test_split_size:
@@ -355,8 +397,9 @@ def _broken_line(pattern: str) -> str | None:
     return None
 
 
-def _tokenizer(model_config: Any, arguments: Any) -> Any:
-    """Load the model's tokenizer; refuse a model or a template that is not there."""
+def _tokenizer(model_config: Any, arguments: Any, images: bool) -> Any:
+    """Load the model's tokenizer, in its processor for ``images``; refuse a model or a template that is not
+    there."""
     import transformers
 
     name = model_config.model_name_or_path
@@ -369,25 +412,50 @@ def _tokenizer(model_config: Any, arguments: Any) -> Any:
         raise MegacompileError(
             f"model_name_or_path: {name} has no tokenizer: tokenizer.save_pretrained({name!r}) puts it there."
         )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=model_config.model_revision)
+    load = _processor if images else transformers.AutoTokenizer.from_pretrained
+    tokenizer = load(name, revision=model_config.model_revision)
     _check_template(tokenizer, name, template, getattr(arguments, "assistant_only_loss", False))
     return tokenizer
 
 
-def _model(ours: TrainConfig, model_config: Any, arguments: Any) -> dict[str, Any]:
+def _processor(name: str, revision: str | None) -> Any:
+    """Load what makes images what the model reads."""
+    import transformers
+
+    from megacompile.api.pretrained import auto_class
+
+    config = transformers.AutoConfig.from_pretrained(name, revision=revision)
+    if auto_class(config) is not transformers.AutoModelForImageTextToText:
+        raise MegacompileError(
+            f"data: rows have images, and {name} is a {config.model_type}, which reads text alone: give a "
+            "vision-language model, or remove the images."
+        )
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(name, revision=revision)
+    except (ImportError, OSError, ValueError) as error:  # ImportError: torchvision
+        raise MegacompileError(f"The processor of {name} cannot be loaded: {str(error).strip()}") from error
+    if not isinstance(processor, transformers.ProcessorMixin):
+        raise MegacompileError(
+            f"{name} has no processor for images: processor.save_pretrained({name!r}) puts it there."
+        )
+    return processor
+
+
+def _model(ours: TrainConfig, model_config: Any, arguments: Any, images: bool) -> dict[str, Any]:
     """The trainer's arguments that say what is trained.
 
     A folder's weights go straight into the masters where they can; else TRL loads the model by its name.
     """
     import transformers
 
-    from megacompile.api.pretrained import Shards, build_empty
+    from megacompile.api.pretrained import Shards, auto_class, build_empty
 
-    tokenizer, name = _tokenizer(model_config, arguments), model_config.model_name_or_path
+    tokenizer, name = _tokenizer(model_config, arguments, images), model_config.model_name_or_path
     folder, template = Path(name), getattr(arguments, "chat_template_path", None)
     if ours.from_scratch:
         transformers.set_seed(arguments.seed)
-        made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(name))
+        config = transformers.AutoConfig.from_pretrained(name)
+        made = auto_class(config).from_config(config)
         return {"model": made, "processing_class": tokenizer}
     plain = not (model_config.use_peft or template)
     if ours.method == "sft" and plain and (folder / "config.json").is_file():

@@ -302,25 +302,34 @@ class Samples(TrainerCallback):
         """Ask for the last token that answers may get."""
         asked = self._asked()
         missing = (self.tokens - 1, 0)
-        ids = nn.functional.pad(
-            asked["input_ids"], missing, value=self._trainer.processing_class.pad_token_id
-        )
+        ids = nn.functional.pad(asked["input_ids"], missing, value=self._tokenizer.pad_token_id)
         mask = nn.functional.pad(asked["attention_mask"], missing)
         self._trainer.program.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
 
     def _answers(self) -> list[str]:
-        tokenizer, asked = self._trainer.processing_class, self._asked()
+        tokenizer, asked = self._tokenizer, self._asked()
         options = {"max_new_tokens": self.tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
         tokens = self._trainer.program.generate(**asked, **options)
         answers: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], True)
         return answers
 
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, of a processor for images too."""
+        processing = self._trainer.processing_class
+        return getattr(processing, "tokenizer", processing)
+
     def _asked(self) -> dict[str, Tensor]:
         """The prompts as rows of tokens, padded on the left."""
-        tokenizer, padded = self._trainer.processing_class, {"padding": True, "padding_side": "left"}
-        if tokenizer.chat_template is not None:
-            chats = [[{"role": "user", "content": prompt}] for prompt in self._prompts]
-            texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        template, tokenizer = self._trainer.processing_class, self._tokenizer
+        padded = {"padding": True, "padding_side": "left"}
+        if template.chat_template is not None:
+            said = [
+                prompt if template is tokenizer else [{"type": "text", "text": prompt}]
+                for prompt in self._prompts
+            ]
+            chats = [[{"role": "user", "content": content}] for content in said]
+            texts = template.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
             given = tokenizer(texts, add_special_tokens=False, return_tensors="pt", **padded)
         else:
             given = tokenizer(self._prompts, return_tensors="pt", **padded)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import pytest
 import torch
 from torch import nn
 
+from megacompile.cli.main import main
+from megacompile.cli.train import as_messages
 from tests.support import images
+from tests.support.models import build
+from tests.support.text import tokenizer
 
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # each trainer would say that it was made
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
 ours = pytest.importorskip("megacompile.integrations.trl")
+Maker = Callable[[], tuple[nn.Module, Any]]
 CLOCK = ("runtime", "per_second")
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -38,7 +44,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def sft(kind: Any, folder: Path, make: Callable[[], tuple[nn.Module, Any]], **given: Any) -> Any:
+def filled(folder: Path, rows: Sequence[Mapping[str, Any]], make: Maker = images.gemma3) -> Path:
+    """Put a model with its processor, six images, rows and the example file into a folder."""
+    model, processor = make()
+    model.save_pretrained(folder / "model")  # type: ignore[operator]
+    processor.save_pretrained(folder / "model")
+    images.files(folder / "data" / "images", 6)
+    (folder / "data" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["new", str(folder / "config.yaml")]) == 0
+    return folder
+
+
+def sft(kind: Any, folder: Path, make: Maker, **given: Any) -> Any:
     """Of three rows to train on, the last of which is a batch of its own, and two for evaluation."""
     paths = images.files(folder / "images", 5)
     rows = {"messages": images.chats(5), "images": [[str(path)] for path in paths]}
@@ -63,9 +80,7 @@ def logs(of: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
-def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(
-    make: Callable[[], tuple[nn.Module, Any]], tmp_path: Path
-) -> None:
+def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(make: Maker, tmp_path: Path) -> None:
     """With the assistant's turns alone, the last short batch, and evaluation; each folder has the processor,
     so that plain transformers reads it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -94,3 +109,117 @@ def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(
     again.train(resume_from_checkpoint=str(checkpoint))
     for name, value in again.program.state_dict().items():
         assert torch.equal(value, values[name]), name
+
+
+SHAREGPT = [
+    {
+        "conversations": [
+            {"from": "human", "value": f"<image>\n{asked['content']}"},
+            {"from": "gpt", "value": said["content"]},
+        ],
+        "image": f"images/{i}.{('png', 'jpg')[i % 2]}",
+    }
+    for i, (asked, said) in enumerate(images.chats(6))
+]
+FLAGS = [
+    f"--{key}={value}"
+    for key, value in {
+        "data": "data/rows.jsonl",
+        "test_split_size": 0.3,
+        "max_length": 64,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 2,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "sample_tokens": 4,
+        "hbm_budget": "20MB",
+        "bf16": "false",
+        "disable_tqdm": "true",
+    }.items()
+]
+
+
+def test_the_command_trains_on_rows_that_name_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example file as it is written, on ShareGPT's rows; look first; the model has its processor."""
+    monkeypatch.chdir(filled(tmp_path, SHAREGPT))
+    assert main(["train", "config.yaml", *FLAGS, "--dry_run=true"]) == 0, capsys.readouterr().err
+    looked = capsys.readouterr().out
+    assert "4 rows to train on" in looked and "FITS" in looked and not Path("out").exists()
+    assert main(["train", "config.yaml", *FLAGS]) == 0
+    assert transformers.AutoProcessor.from_pretrained("out/model").image_seq_length == 4
+    trained = transformers.AutoModelForImageTextToText.from_pretrained("out/model").state_dict()
+    before = images.gemma3()[0].state_dict()
+    assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
+    assert len(Path("out/samples.jsonl").read_text().splitlines()) == 1
+    assert main(["export", "out", "exported", "--dtype=bfloat16"]) == 0
+    assert transformers.AutoProcessor.from_pretrained("exported").image_seq_length == 4
+
+
+def test_what_is_wrong_with_rows_of_images_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number of the row, before a model is loaded; a model that reads no images, too."""
+    monkeypatch.chdir(filled(tmp_path, SHAREGPT))
+    build("llama").save_pretrained("text")  # type: ignore[operator]
+    tokenizer().save_pretrained("text")
+    Path("data/images/none.png").write_bytes(b"none")
+
+    def refused(row: Mapping[str, Any], *flags: str) -> str:
+        rows = [SHAREGPT[0] | {"image": "images/0.png"}, dict(row)]
+        Path("data/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert main(["train", "config.yaml", *FLAGS, *flags]) == 2
+        return capsys.readouterr().err
+
+    said = SHAREGPT[1]["conversations"]
+    twice = [said[0] | {"value": "<image><image> both?"}, said[1]]
+    assert "row 2 names the image away.png" in refused(SHAREGPT[1] | {"image": "away.png"})
+    assert "row 2: data/images/none.png is no image" in refused(SHAREGPT[1] | {"image": "images/none.png"})
+    assert "row 2 has 1 images, and 2 places" in refused(SHAREGPT[1] | {"conversations": twice})
+    assert "row 2 has 0 images, and 1 places" in refused(SHAREGPT[1] | {"image": None})
+    assert "text is a llama, which reads text alone" in refused(SHAREGPT[1], "--model_name_or_path=text")
+    assert "method: dpo does not take" in refused(SHAREGPT[1], "--method=dpo")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "<image>\nfox"}, {"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "yes"}]},
+        {
+            "prompt": [{"role": "user", "content": "fox"}],
+            "completion": [{"role": "assistant", "content": "yes"}],
+        },
+        {"conversations": [{"from": "human", "value": "<image>fox"}, {"from": "gpt", "value": "yes"}]},
+    ],
+    ids=["marked", "first", "prompt", "ShareGPT"],
+)
+def test_rows_of_many_kinds_name_images_alike(row: Mapping[str, Any], tmp_path: Path) -> None:
+    """Also where no image is in some."""
+    images.files(tmp_path, 1)
+    text = json.loads(json.dumps(row).replace("<image>\\n", "").replace("<image>", ""))
+    rows = [{**row, "images": ["0.png"]}, {**text, "images": []}]
+    data = as_messages(datasets.Dataset.from_list(rows), folder=tmp_path)
+    assert data[0]["images"][0].size == images.SIZES[0] and data[1]["images"] == []
+    collate = trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling(images.gemma3()[1])
+    found = images.gemma3()[1].tokenizer.batch_decode(collate([data[0], data[1]])["input_ids"])
+    image = "\n\n<boi><image><image><image><image><eoi>\n\n"
+    said = [f"user:{image}foxassistant:yes</s>", "user:foxassistant:yes</s>"]
+    assert [text.replace("<pad>", "").replace(" ", "") for text in found] == said
+
+
+def test_parts_that_name_their_images(tmp_path: Path) -> None:
+    images.files(tmp_path, 2)
+    asked = [
+        {"type": "image", "path": "1.jpg"},
+        {"type": "text", "text": "and"},
+        {"type": "image", "path": "0.png"},
+    ]
+    said = [{"type": "text", "text": "yes"}]
+    row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+    data = as_messages(datasets.Dataset.from_list([row]), folder=tmp_path)
+    assert [image.size for image in data[0]["images"]] == [images.SIZES[1], images.SIZES[0]]
+    assert [part["type"] for part in data[0]["messages"][0]["content"]] == ["image", "text", "image"]
