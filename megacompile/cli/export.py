@@ -12,7 +12,7 @@ from megacompile.errors import MegacompileError
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the masters of a checkpoint in the dtype that is asked for, with all that belongs to the model."""
+    """Write the masters of a checkpoint in the dtype that is asked for, with what belongs to the model."""
     try:
         import transformers
 

@@ -15,6 +15,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
+from megacompile.api.pretrained import auto_class
 from megacompile.capture.coded_weights import BlockCoding, RowCoding, WeightCoding, plan_as
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import parse_json
@@ -180,6 +181,21 @@ class Model:
     lora: Lora | None = None
 
     @property
+    def text_config(self) -> Any:
+        """The config of what reads text, which is the whole model's where it reads nothing else."""
+        return self.config.get_text_config()
+
+    @property
+    def tower_parameters(self) -> int:
+        """Those that text alone does not pass through, as a vision tower's."""
+        if self.text_config is self.config:
+            return 0
+        text: Any = self.module.get_base_model() if self.lora else self.module  # type: ignore[operator]
+        parts = (text.get_decoder(), text.get_output_embeddings())
+        read = {id(p) for part in parts if part is not None for p in part.parameters()}
+        return sum(p.numel() for p in self.module.parameters() if id(p) not in read)
+
+    @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
@@ -191,11 +207,12 @@ class Model:
     def active_parameters(self) -> int:
         """Parameters that one token passes through: of routed experts only those it is sent to."""
         held = sum(p.numel() for n, p in self.module.named_parameters() if ".experts." in n)
+        passed = self.parameters - self.tower_parameters
         if not held:
-            return self.parameters
-        chosen = _first(self.config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-        experts = _first(self.config, "n_routed_experts", "num_local_experts", "num_experts")
-        return self.parameters - held + held * chosen // experts
+            return passed
+        chosen = _first(self.text_config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+        experts = _first(self.text_config, "n_routed_experts", "num_local_experts", "num_experts")
+        return passed - held + held * chosen // experts
 
     @property
     def matmul_parameters(self) -> int:
@@ -208,7 +225,7 @@ class Model:
 
     def attention_flops(self, seq: int) -> float:
         """Forward FLOPs of causal attention for one sequence, each score counted once."""
-        c = self.config
+        c = self.text_config
         heads: int = getattr(c, "num_attention_heads", None) or 0  # Mamba has none
         if not heads:
             return 0.0
@@ -265,11 +282,9 @@ def load_model(name: str, lora: Lora | None = None) -> Model:
 
 def build(name: str, config: Any, lora: Lora | None = None) -> Model:
     """The model of a transformers config on the meta device, with the adapters ``lora``."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config).train()
+            module = auto_class(config).from_config(config).train()
     except Exception as error:  # transformers raises many kinds for a config that does not hang together
         kind = getattr(config, "model_type", "?")
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__

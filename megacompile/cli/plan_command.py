@@ -64,6 +64,7 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "parameters": answer.model.parameters,
         "active_parameters": answer.model.active_parameters,
         "trained_parameters": answer.model.trained_parameters,
+        "tower_parameters": answer.model.tower_parameters,
         "machine": q.profile.name,
         "batch": q.batch, "seq": q.seq, "micro_batches": q.micro_batches, "dtype": q.dtype,
         "optimizer_state": str(q.optimizer_state),

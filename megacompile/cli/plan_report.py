@@ -127,10 +127,16 @@ def head(answer: Answer, shown: Prediction | None) -> str:
         moments = f"state of {q.optimizer_state}"
     if q.ranks > 1:
         times = f"on each card {times}"
+    tower = (
+        f"\nThe vision tower's {format_count(m.tower_parameters)} parameters are in the host's memory; the "
+        "batch is text alone, so what images\ntake of the device and of the time is not counted: train "
+        "--dry_run tells it."
+    )
     return (
         f"{m.name} on {_cards(q)}{title}\n"
         f"{format_count(m.parameters)} parameters{active}; {q.dtype} blocks, FP32 masters and {moments} "
         f"{_state_at(answer, shown)}\n{times}{q.batch} × {q.seq:,} tokens: {q.tokens:,} tokens per step"
+        + (tower if m.tower_parameters else "")
     )
 
 

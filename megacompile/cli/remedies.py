@@ -69,7 +69,7 @@ def enlarged(work: Workload, factor: float) -> Workload:
 
 def _lengths(model: Model, question: Question) -> tuple[int | None, int]:
     """The longest sequence that the model knows, if it says so, and the step in which lengths are tried."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.text_config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None, 1024 if question.seq >= 1024 else 64
 
 

@@ -137,14 +137,14 @@ class _Layers:
 
 
 def _layers(model: Model) -> _Layers | None:
-    count = getattr(model.config, "num_hidden_layers", None)
+    count = getattr(model.text_config, "num_hidden_layers", None)
     lists = [
         (n, m) for n, m in model.module.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
     ]
     if len(lists) != 1:
         return None
     path, layers = lists[0]
-    rows = [v for v in vars(model.config).values() if isinstance(v, (list, tuple)) and len(v) == count]
+    rows = [v for v in vars(model.text_config).values() if isinstance(v, (list, tuple)) and len(v) == count]
     kinds = ((_signature(layer), *(str(row[i]) for row in rows)) for i, layer in enumerate(layers))
     numbers: dict[object, int] = {}
     return _Layers(path, tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
@@ -175,10 +175,11 @@ def _shorten(model: Model, layers: _Layers) -> Model | None:
     if residency >= count:
         return None
     config: Any = copy.deepcopy(model.config)
-    for name, value in list(vars(config).items()):
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(config, name, value[:residency])
-    config.num_hidden_layers = residency
+            setattr(text, name, value[:residency])
+    text.num_hidden_layers = residency
     short = build(model.name, config, model.lora)
     return short if _kinds(short) == kinds[:residency] else None
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from megacompile.cli.main import main
 from megacompile.cli.train import as_messages
+from megacompile.integrations.transformers import Trainer
 from tests.support import images
 from tests.support.models import build
 from tests.support.text import tokenizer
@@ -109,6 +110,69 @@ def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(make: Maker, tmp_pat
     again.train(resume_from_checkpoint=str(checkpoint))
     for name, value in again.program.state_dict().items():
         assert torch.equal(value, values[name]), name
+
+
+def plain(kind: Any, folder: Path) -> Any:
+    """The usual script: ``AutoModelForImageTextToText``, a processor, and a collator of one's own."""
+    made, processor = images.gemma3()
+    made.save_pretrained(folder / "model")  # type: ignore[operator]
+    processor.save_pretrained(folder / "model")
+    processor = transformers.AutoProcessor.from_pretrained(folder / "model")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
+    paths = images.files(folder / "images", 4)
+    rows = [{"image": str(path), "chat": chat} for path, chat in zip(paths, images.chats(4), strict=True)]
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        chats = []
+        for row in rows:
+            (asked, said), image = row["chat"], {"type": "image", "path": row["image"]}
+            parts = [{"type": "text", "text": turn["content"]} for turn in (asked, said)]
+            chats.append([asked | {"content": [image, parts[0]]}, said | {"content": [parts[1]]}])
+        padded = {"padding": "max_length", "max_length": 96}
+        batch = processor.apply_chat_template(
+            chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=padded
+        )
+        ignored = (batch["attention_mask"] == 0) | (batch["input_ids"] == model.config.image_token_id)
+        return {**batch, "labels": batch["input_ids"].masked_fill(ignored, -100)}
+
+    return kind(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=2,
+            max_steps=2,
+            learning_rate=1e-2,
+            adam_epsilon=1e-6,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="no",
+            remove_unused_columns=False,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        data_collator=collate,
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+        processing_class=processor,
+        **({"hbm_budget": "20MB"} if kind is Trainer else {}),
+    )
+
+
+def test_the_usual_script_on_images_logs_what_transformers_does(tmp_path: Path) -> None:
+    """Through a collator and a processor; what is saved has the processor."""
+    mine, theirs = (plain(kind, tmp_path / kind.__module__) for kind in (Trainer, transformers.Trainer))
+    for one in (mine, theirs):
+        one.train()
+    assert len(logs(mine)) == len(logs(theirs)) > 2
+    for found, wanted in zip(logs(mine), logs(theirs), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-6, abs=5e-6)
+    mine.save_model(str(tmp_path / "saved"))
+    assert transformers.AutoProcessor.from_pretrained(tmp_path / "saved").image_seq_length == 4
+    saved = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").state_dict()
+    for name, value in theirs.model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-5)
 
 
 SHAREGPT = [

@@ -151,6 +151,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         if _is_known(value):
             return value
-    elif f"{type(value).__module__}.".startswith(_OF_PLAIN_DATA):
+    elif hasattr(value, "__dict__") and f"{type(value).__module__}.".startswith(_OF_PLAIN_DATA):
         return type(value), _plain({k: v for k, v in vars(value).items() if k != "_name_or_path"})
     raise _UnknownError

@@ -28,6 +28,7 @@ from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.units import parse_bytes
+from tests.support import images
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -577,3 +578,24 @@ def test_micro_batches_auto_takes_the_fastest_split_that_fits(
     assert times[1] is None  # so that there is something to decide
     alone = answer("--batch", str(found["batch"]), "--micro-batches", str(found["micro_batches"]))
     assert alone["with_clipping"]["step_seconds"] == best
+
+
+@pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
+def test_plan_counts_the_tower_of_a_vision_language_model(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights and their state; what a batch of text does not pass through is none of its FLOPs."""
+    model, _ = make()
+    model.config.to_json_file(tmp_path / "config.json")
+    known = load_model(str(tmp_path / "config.json"))
+    tower = sum(p.numel() for n, p in model.named_parameters() if "vis" in n or "multi_modal" in n)
+    count = sum(p.numel() for p in model.parameters())
+    assert (known.parameters, known.tower_parameters) == (count, tower)
+    assert known.active_parameters == count - tower
+    assert (
+        main(["plan", "--model", str(tmp_path), "--machine", "rtx-4090", "--batch=1", "--seq=32", "--json"])
+        == 0
+    )
+    host = json.loads(capsys.readouterr().out)["host_bytes"]["streamed"]
+    assert host["masters"] == pytest.approx(4 * count, rel=0.01)  # tensors begin at multiples
+    assert host["moments"] == pytest.approx(8 * count, rel=0.01)
