@@ -21,7 +21,7 @@ from megacompile.report.page import _SCRIPTS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("cli.md", "how-to/train.md")),
+    *(ROOT / "docs" / name for name in ("cli.md", "how-to/train.md", "how-to/vision-language.md")),
     *(
         ROOT / "docs" / "how-to" / name
         for name in ("fit.md", "budget.md", "70b-on-80gb.md", "long-sequences.md")
