@@ -9,7 +9,8 @@ says first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,18 @@ def _check_files(paths: Iterable[str], folder: Path, row: int) -> None:
             raise MegacompileError(
                 f"data: row {row}: {file} is no image that can be read: {error}."
             ) from error
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """A collator of rows with images that names the files of those that cannot be made a batch."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        names = [getattr(image, "filename", "") for row in rows for image in named_images(row)]
+        try:
+            return self.collate(rows)
+        except ValueError as error:  # of the processor, as where max_length cuts off a part of an image
+            text = f"data: a batch with {', '.join(map(str, names)) or 'no image'} cannot be made: {error}"
+            raise MegacompileError(text) from error

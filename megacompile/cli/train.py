@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from megacompile.cli.export import keep_processor
-from megacompile.cli.image_rows import has_images, named_images, placed, with_files
+from megacompile.cli.image_rows import NamedRows, has_images, named_images, placed, with_files
 from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
@@ -272,6 +272,8 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
         config=MegacompileConfig(**{k: v for k, v in vars(ours).items() if k in names}),
         **_model(ours, model_config, arguments, images),
     )
+    if images:
+        trainer.data_collator = NamedRows(trainer.data_collator)
     if ours.sample_prompts:
         path = Path(arguments.output_dir) / "samples.jsonl"
         trainer.add_callback(Samples(trainer, ours.sample_prompts, ours.sample_tokens, path))

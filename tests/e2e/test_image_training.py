@@ -246,6 +246,8 @@ def test_what_is_wrong_with_rows_of_images_is_said(
     assert "row 2 has 0 images, and 1 places" in refused(SHAREGPT[1] | {"image": None})
     assert "text is a llama, which reads text alone" in refused(SHAREGPT[1], "--model_name_or_path=text")
     assert "method: dpo does not take" in refused(SHAREGPT[1], "--method=dpo")
+    cut = refused(SHAREGPT[1], "--max_length=8", "--test_split_size=0.5")
+    assert "images/" in cut and "increase `max_length`" in cut
 
 
 @pytest.mark.parametrize(
