@@ -32,15 +32,15 @@ def has_images(data: Any) -> bool:
     chats = [name for name in _CHATS if name in names]
     if not chats or not isinstance(data, Dataset) or not _has_parts(data[0][chats[0]]):
         return False
-    return any(_is_image(part) for row in data for turn in row[chats[0]] for part in turn["content"] or ())
+    return any(_is_no_text(part) for row in data for turn in row[chats[0]] for part in turn["content"] or ())
 
 
 def _has_parts(turns: Any) -> bool:
     return isinstance(turns, list) and any(isinstance(turn.get("content"), list) for turn in turns)
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+def _is_no_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") != "text"
 
 
 def named_images(row: Mapping[str, Any]) -> list[Any]:
@@ -52,6 +52,12 @@ def named_images(row: Mapping[str, Any]) -> list[Any]:
 def placed(turns: Sequence[Turn], images: Sequence[Any], row: int) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return turns of parts, and all images in their order; ``images`` are those that no part names."""
     split = [{**turn, "content": _parts(turn["content"])} for turn in turns]
+    for part in (part for turn in split for part in turn["content"]):
+        if part.get("type") not in ("text", "image"):
+            raise MegacompileError(
+                f"data: row {row} has a part of the type {part.get('type')!r}: give text, and image, which "
+                "names its file as path."
+            )
     places = [part for turn in split for part in turn["content"] if part["type"] == "image"]
     user = next((turn for turn in split if turn["role"] == "user"), None)
     if images and not places and user is not None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from megacompile.cli.main import main
 from megacompile.cli.train import as_messages
+from megacompile.errors import MegacompileError
 from megacompile.integrations.transformers import Trainer
 from tests.support import images
 from tests.support.models import build
@@ -289,3 +290,6 @@ def test_parts_that_name_their_images(tmp_path: Path) -> None:
     data = as_messages(datasets.Dataset.from_list([row]), folder=tmp_path)
     assert [image.size for image in data[0]["images"]] == [images.SIZES[1], images.SIZES[0]]
     assert [part["type"] for part in data[0]["messages"][0]["content"]] == ["image", "text", "image"]
+    asked[0] = {"type": "image_url", "image_url": "1.jpg"}
+    with pytest.raises(MegacompileError, match="row 1 has a part of the type 'image_url'"):
+        as_messages(datasets.Dataset.from_list([row]), folder=tmp_path)
