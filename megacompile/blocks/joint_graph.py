@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacompile.blocks.costs import ATTENTION, flat, is_heavy
 from megacompile.blocks.memory_meter import is_oversized
 from megacompile.blocks.partition import Template
+from megacompile.capture.own_gradients import hand_on
 from megacompile.capture.patches import graphs_alone
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import BATCH_NORM, is_view, reached, storage_nbytes
@@ -128,6 +129,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
             if g
         ]
         traced = make_fx(joint)(inputs, grads)  # what comes of no argument is of this mode, too
+    hand_on(traced.graph)
     if any(_is_mutable(n) for n in traced.graph.nodes):
         # some gradient rules write in place; a second trace without autograd makes them functional
         with mode, torch.no_grad():

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megacompile.capture import changed_buffers, coded_weights, refusals, replacements
+from megacompile.capture import changed_buffers, coded_weights, own_gradients, refusals, replacements
 from megacompile.capture.refusals import refused
 from megacompile.errors import CaptureError
 
@@ -392,7 +392,7 @@ _COUNTED = "random numbers come from a counter, so that a recompute repeats them
 
 REFUSED: tuple[Patch, ...] = (
     Patch(
-        torch.autograd.Function, "apply", refusals.own_gradient, "a graph knows torch's gradient rules alone"
+        torch.autograd.Function, "apply", own_gradients.apply, "a graph knows torch's gradient rules alone"
     ),
     Patch(torch.autograd, "_engine_run_backward", refused(refusals.BACKWARD), _NO_GRADIENTS),
     Patch(eager_transforms, "grad_increment_nesting", refused(refusals.GRAD), _NO_GRADIENTS),

@@ -41,28 +41,6 @@ _PRODUCTS = {
         for name in ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "convolution")
     ),
 }
-_AS_TORCH_WOULD = {
-    "transformers.models.bloom.modeling_bloom.GeLUFunction",
-    "peft.tuners.loha.layer.HadaWeight",  # HadaWeightCP's is none: two of its gradients differ
-}
-"""Functions whose own gradient is the derivative of their forward, which torch's rules give as well."""
-
-
-def own_gradient(theirs: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.Function.apply``: refused for gradients that a forward defines itself."""
-    name = f"{function.__module__}.{function.__name__}"
-    checkpoint = "checkpoint" in function.__module__
-    if name in _AS_TORCH_WOULD or (function.__module__.startswith("torch.") and not checkpoint):
-        return theirs(function, *args, **kwargs)
-    raise CaptureError(
-        f"The forward calls {name}, a torch.autograd.Function, whose own gradient would be lost: "
-        + (
-            "use checkpoint(..., use_reentrant=False), or none, as the plan decides what is recomputed."
-            if checkpoint
-            else "write it as x + (f(x) - x).detach(), or as a torch.library.custom_op with "
-            "register_autograd."
-        )
-    )
 
 
 def gradient_hook(theirs: Any, tensor: Tensor, hook: Any) -> None:
@@ -197,6 +175,16 @@ def refused(reason: str) -> Callable[..., Any]:
 
 
 _exports: ContextVar[Any] = ContextVar("exports", default=None)
+
+
+@contextlib.contextmanager
+def gradients_allowed() -> Iterator[None]:
+    """Within the context, which is none of a forward's, calls that take gradients are torch's own."""
+    token = _exports.set(object())
+    try:
+        yield
+    finally:
+        _exports.reset(token)
 
 
 @contextlib.contextmanager

@@ -343,23 +343,6 @@ def test_outputs_with_several_fields_and_constants_in_the_batch() -> None:
     program.close()
 
 
-class Straight(torch.autograd.Function):
-    """Rounds forward, and passes the gradient backward as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class OwnGradient(Plain):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.last(Straight.apply(self.first(x) * 4)), y)
-
-
 class Checkpointed(Plain):
     reentrant = False
 
@@ -370,9 +353,7 @@ class Checkpointed(Plain):
         return nn.functional.mse_loss(self.last(h), y)
 
 
-def test_gradients_that_a_forward_defines_itself_are_refused() -> None:
-    with pytest.raises(megacompile.CaptureError, match=r"Straight, a torch\.autograd\.Function"):
-        compiled(OwnGradient(), example_batch=batch_for("plain"))
+def test_a_reentrant_checkpoint_is_refused() -> None:
     model = Checkpointed()
     model.reentrant = True
     with pytest.raises(megacompile.CaptureError, match="use_reentrant=False"):
