@@ -21,6 +21,7 @@ from megacompile.capture.batch import (
     read_batch,
 )
 from megacompile.capture.fingerprint import model_settings
+from megacompile.capture.loss_cut import LossCut, cuts
 from megacompile.capture.padding import (
     Function,
     LossAtLengths,
@@ -99,7 +100,8 @@ class Padder:
         """Return the lengths of micro-batches that may be padded; none, where some may not."""
         reads = self._compiler.frontend.reads_values
         paddable = all(
-            not reads(batch) and may_be_padded(batch, self._model, self._function_of(batch))
+            not (reads(batch) or isinstance(batch.outputs, LossCut))
+            and may_be_padded(batch, self._model, self._function_of(batch))
             for batch in micro
         )
         return [length_of(batch) for batch in micro] if paddable else []
@@ -251,13 +253,19 @@ class Intake:
         self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
         self.padder = Padder(model, compiler, max_seq_len)
         self._told = False
+        self.cut: LossCut | None = None  # where the model's loss runs outside of its programs
 
     def read(self, given: Any, *, evaluate: bool, outputs: OutputsFn | None = None) -> list[Batch]:
         """The micro-batches of one step."""
+        cut = self.cut if outputs is None else None
+        outputs = outputs or cut
         function = identity(outputs) if outputs is not None else self._loss_fn
+        if cut is not None:
+            function = tuple(cut.example)
         settings = model_settings(self._model, evaluate=evaluate, function=function)  # once for all of them
         model, micro = self._model, []
         for item in _items(given):
+            item, withheld = (item, {}) if cut is None else cut.divided(item)
             kwargs = dict(item.items()) if hasattr(item, "items") else {}
             if not self._told and is_transformers(model) and documents_meet(kwargs):
                 warnings.warn(_DOCUMENTS_MEET, stacklevel=2)
@@ -272,8 +280,12 @@ class Intake:
                 outputs=outputs,
             )
             check_signature(model, batch, function=own)
-            micro.append(batch)
+            micro.append(replace(batch, withheld=withheld) if withheld else batch)
         return of_one_kind(micro)
+
+    def cuts(self, given: Any) -> list[LossCut]:
+        """The ways to cut the model's own loss off, for a batch of this kind."""
+        return [] if self._loss_fn is not None else cuts(_items(given)[0])
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

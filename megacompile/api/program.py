@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import os
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.capture.batch import Batch, micro_weights
+from megacompile.capture.loss_cut import LossCall, warning
 from megacompile.capture.padding import bucket_length, pad_batch, reach
 from megacompile.distributed.world import World
 from megacompile.errors import (
@@ -287,6 +290,34 @@ def _language_model(model: Any) -> Any:
 # :class:`~megacompile.api.session.Session`.
 
 
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def cuts_loss(method: M) -> M:
+    """Let a method that compiles for a batch cut the model's own loss off, where that cannot be traced."""
+
+    @functools.wraps(method)
+    def call(program: Program, /, batch: Any, **options: Any) -> Any:
+        session = program._session
+        try:
+            return method(program, batch, **options)
+        except CaptureError as error:
+            ours = session.intake.cut is not None or session.world.size > 1
+            if ours or options.get("outputs") or options.get("loss"):
+                raise
+            refused = error
+        for cut in session.intake.cuts(batch):
+            session.intake.cut = cut
+            with contextlib.suppress(CaptureError):
+                result = method(program, batch, **options)
+                warnings.warn(warning(program.model, cut, refused), stacklevel=4)
+                return result
+            session.intake.cut = None
+        raise refused
+
+    return cast("M", call)
+
+
 class Program:
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`.
 
@@ -308,6 +339,7 @@ class Program:
         return self._session.world
 
     @alone
+    @cuts_loss
     def train_step(
         self,
         batch: Any,
@@ -354,6 +386,7 @@ class Program:
         return StepOutput(self._session, results, everyone)
 
     @alone
+    @cuts_loss
     def forward_backward(
         self,
         batch: Any,
@@ -711,6 +744,7 @@ class Program:
         return self._session.planning is not None
 
     @alone
+    @cuts_loss
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch in eval mode, under the same budget; no gradient, no update. Of several ranks
         each gets that of its own batch."""
@@ -802,6 +836,7 @@ class Program:
         return generate(self._session.model, self.predict, input_ids, **options)
 
     @alone
+    @cuts_loss
     def prepare(
         self,
         batch: Any,
@@ -853,7 +888,11 @@ class Program:
         session.await_losses()
         compiled = session.compiler.compile(micro[0], evaluate=True)
         found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]
-        return compiled.captured.structure.around(found)
+        output = compiled.captured.structure.around(found)
+        if isinstance(output, LossCall):
+            with torch.no_grad():
+                return output.run(micro[0].withheld)
+        return output
 
     def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
         """Lay out the state, which is allocated for training."""

@@ -26,6 +26,7 @@ from megacompile.api.rank_agreement import agreed_program, micro_seeds
 from megacompile.api.settings import DeviceRoom, Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.fingerprint import Frozen
+from megacompile.capture.loss_cut import LossCut
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, MegacompileError, ProgramError
 from megacompile.graph.captured import OutputsFn
@@ -530,6 +531,8 @@ class Session:
             self._ran_last = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
+        if mode.kind in ("train", "accumulate") and isinstance(micro[0].outputs, LossCut):
+            loss = lambda i, call: call.run(micro[i].withheld)  # noqa: E731
         self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
         updates = mode.kind in ("train", "update")
         inputs = StepInputs(

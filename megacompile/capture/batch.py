@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -134,7 +134,8 @@ class Batch:
 
     Two batches have equal keys only if one program is right for both; what the model is set to is in it.
     ``outputs`` is what the program computes of the forward in the place of the loss; of what it gives for a
-    batch that was padded, the last ``added`` positions are not the batch's own. Where the forward reads
+    batch that was padded, the last ``added`` positions are not the batch's own. ``withheld`` are entries that
+    a loss outside of the program is given, and no program. Where the forward reads
     values of the batch, what the host makes of it follows its own leaves, and the key tells what was read.
     """
 
@@ -144,6 +145,7 @@ class Batch:
     key: tuple[Any, ...]
     outputs: OutputsFn | None = None
     added: int = 0
+    withheld: Mapping[str, Any] = field(default_factory=dict)
 
     def own(self, output: Tensor) -> Tensor:
         """Return the part of an output that is not of padding."""

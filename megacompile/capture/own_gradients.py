@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megacompile.capture.refusals import gradients_allowed
+from megacompile.capture.refusals import none_refused
 from megacompile.errors import CaptureError
 from megacompile.kernels.registry import OpSpec, declare
 
@@ -226,7 +226,7 @@ def _aside() -> Iterator[None]:
         _disable_current_modes(),
         disable_proxy_modes_tracing(),
         torch.no_grad(),
-        gradients_allowed(),
+        none_refused(),
     ):
         yield
 

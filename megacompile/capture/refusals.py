@@ -178,8 +178,8 @@ _exports: ContextVar[Any] = ContextVar("exports", default=None)
 
 
 @contextlib.contextmanager
-def gradients_allowed() -> Iterator[None]:
-    """Within the context, which is none of a forward's, calls that take gradients are torch's own."""
+def none_refused() -> Iterator[None]:
+    """Within the context, which is beside a forward's trace, what :func:`refused` replaces is torch's own."""
     token = _exports.set(object())
     try:
         yield
@@ -249,12 +249,21 @@ def _no_fake_kernel(operator: str) -> str:
 _WAY_OUT = "a program would not, so pass what changes in the batch, or change it between steps."
 
 
-class _Watch(TorchFunctionMode):
-    """Refuses calls whose effect on gradients is lost, and takes ``.data`` for ``detach()``."""
+_OF_ELEMENTS = {"isfinite": True, "isinf": False, "isnan": False}
 
-    def __init__(self) -> None:
+
+class _Watch(TorchFunctionMode):
+    """Refuses calls whose effect on gradients is lost, and takes ``.data`` for ``detach()``.
+
+    Where a forward asks whether all elements of a tensor are finite, they are, and ``finite`` keeps what says
+    so; None: such a question is not answered.
+    """
+
+    def __init__(self, finite: list[Tensor] | None) -> None:
         super().__init__()
         self._detached: dict[int, torch.UntypedStorage] = {}  # of tensors that have a gradient elsewhere
+        self._finite = finite
+        self._asked: dict[int, tuple[Tensor, bool]] = {}  # by id, what each holds where all is finite
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -268,6 +277,16 @@ class _Watch(TorchFunctionMode):
             _refuse_toggle(args[0], bool(args[1]) if len(args) > 1 else True)
         elif args and isinstance(args[0], Tensor) and _writes(name):
             self._refuse_hidden_write(args[0], name)
+        elif self._finite is not None and name == "__bool__" and id(args[0]) in self._asked:
+            flag, holds = self._asked[id(args[0])]
+            self._finite.append(flag if holds else ~flag)
+            return holds
+        elif name in _OF_ELEMENTS or (name in ("all", "any") and id(args[0]) in self._asked and not args[1:]):
+            result = func(*args, **(kwargs or {}))
+            holds = _OF_ELEMENTS.get(name, name == "all")
+            if name in _OF_ELEMENTS or self._asked[id(args[0])][1] == holds:
+                self._asked[id(result)] = result, holds
+            return result
         if name == "detach" and args[0].requires_grad:
             storage = _storage(args[0])
             self._detached[storage._cdata] = storage
@@ -313,11 +332,12 @@ _DRAWS = (
 
 class Effects:
     """The effects that a forward left behind: attributes by name with what they hold now, tensors that it
-    replaced."""
+    replaced; and ``finite``, what it took for true of its values."""
 
     def __init__(self) -> None:
         self.changed: dict[str, Any] = {}
         self.replaced: list[object] = []
+        self.finite: list[Tensor] = []
 
     @property
     def first(self) -> str:
@@ -332,11 +352,13 @@ class Effects:
         self.changed = {}
 
     @contextlib.contextmanager
-    def noted(self, model: nn.Module) -> Iterator[None]:
-        """Note what a forward in this thread does besides computing, and refuse what can't be noted."""
+    def noted(self, model: nn.Module, *, takes_finite: bool = False) -> Iterator[None]:
+        """Note what a forward in this thread does besides computing, and refuse what can't be noted.
+        ``takes_finite``: where it asks whether numbers are finite, they are."""
         before, tensors, states = attributes(model), tensors_of(model), _random_states(model)
         buffers = dict(model.named_buffers())
-        with _Watch():
+        self.finite.clear()
+        with _Watch(self.finite if takes_finite else None):
             yield
         for name, (value, described) in attributes(model).items():
             if name not in before or before[name][1] != described:

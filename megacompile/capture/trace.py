@@ -33,6 +33,7 @@ from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
 from megacompile.capture.host_values import HostValues
+from megacompile.capture.loss_cut import LossCut
 from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
     FLEX,
@@ -562,7 +563,10 @@ class _Forward(nn.Module):
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         try:
-            tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs))
+            stays = isinstance(self._outputs, LossCut)
+            tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs), stays=stays)
+            for flag in self.effects.finite:
+                tensors = [torch.where(flag, x, torch.nan) if _is_float(x) else x for x in tensors]
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
             raise _untraceable(error, self.model) from None
         return tensors
@@ -573,7 +577,7 @@ class _Forward(nn.Module):
             replaced(REFUSED),
             forward_runs(),
             fake_kernels_named(),
-            self.effects.noted(self.model),
+            self.effects.noted(self.model, takes_finite=self.leaves is not None),
             self._watched(args, kwargs),
         ):
             taken, named, rest = (args, kwargs, ())
@@ -582,6 +586,8 @@ class _Forward(nn.Module):
                 taken, named, rest = divide(self.model, args, kwargs, function)
             padding = kwargs.get("attention_mask") if self.leaves_out else None
             with our_operators(self.model, rng, positions_given=given, padding=padding):
+                if isinstance(self._outputs, LossCut):
+                    return self._outputs.forward(self.model, taken, named)
                 outputs = self.model(*taken, **named)
             if (self._outputs or self._loss_fn) not in (None, all_outputs):
                 vars(self)["returned"] = returned(outputs)
@@ -596,6 +602,10 @@ class _Forward(nn.Module):
             return nullcontext()
         vars(self)["host"] = host = HostValues(self.model, self.leaves)
         return host.watching(pytree.tree_leaves((args, kwargs)))
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point()
 
 
 def capture(

@@ -127,12 +127,12 @@ def returned(outputs: Any) -> Returned | None:
     return Returned(structure, tuple((x.shape, x.dtype) for x in tensors))
 
 
-def split(outputs: Any) -> tuple[list[Tensor], Structure]:
-    """The tensors of an output and what surrounds them."""
+def split(outputs: Any, *, stays: bool = False) -> tuple[list[Tensor], Structure]:
+    """The tensors of an output and what surrounds them; it may be anything in what ``stays`` within."""
     leaves, spec = pytree.tree_flatten(outputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if not (stays or isinstance(leaf, (Tensor, *_PLAIN))):
             raise CaptureError(
                 f"The output holds a {type(leaf).__name__}, which a program cannot give back: give predict "
                 "outputs=, a function that returns tensors in tuples, lists and dicts."

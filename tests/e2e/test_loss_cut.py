@@ -1,0 +1,201 @@
+"""Models of transformers whose own loss cannot be traced, beside eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DetrConfig,
+    DetrForObjectDetection,
+    ResNetConfig,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    YolosConfig,
+    YolosForObjectDetection,
+)
+
+import megacompile
+from megacompile.errors import BudgetError, CaptureError
+from megacompile.runtime.step_results import NonFiniteError
+
+
+def yolos() -> nn.Module:
+    config = YolosConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=[32, 32],
+        patch_size=8, num_detection_tokens=4, num_labels=3, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return YolosForObjectDetection(config)
+
+
+def detr() -> nn.Module:
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    config = DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, backbone=None, use_pretrained_backbone=False,
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=5, num_labels=3, dropout=0.0,
+        auxiliary_loss=True,
+    )  # fmt: skip
+    return DetrForObjectDetection(config)
+
+
+def detection(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = [
+        {
+            "class_labels": torch.randint(0, 3, (n,), generator=generator),
+            "boxes": torch.rand(n, 4, generator=generator) * 0.4 + 0.2,
+        }
+        for n in (1 + seed % 2, 2)
+    ]
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": labels}
+
+
+def speech() -> nn.Module:
+    config = Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=8,
+        conv_dim=[8, 8], conv_stride=[5, 4], conv_kernel=[10, 4], num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0, hidden_dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+        ctc_loss_reduction="mean", pad_token_id=0,
+    )  # fmt: skip
+    return Wav2Vec2ForCTC(config)
+
+
+def sounds(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(1, 8, (2, 5), generator=generator)
+    labels[1, 3 + seed % 2 :] = -100
+    return {"input_values": torch.randn(2, 640, generator=generator), "labels": labels}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]] = {
+    "yolos": (yolos, detection),
+    "detr": (detr, detection),
+    "wav2vec2": (speech, sounds),
+}
+
+
+def compiled(model: nn.Module, budget: str = "1GB", **options: Any) -> megacompile.Program:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    given = {"compute_dtype": torch.float32, "device": "cpu"} | options
+    return megacompile.compile(model, budget, optimizer=optimizer, **given)
+
+
+@pytest.mark.filterwarnings("ignore:The loss of .* cannot be traced")
+@pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_eager_does(name: str, tight: bool) -> None:
+    torch.manual_seed(0)
+    make, batch_of = CASES[name]
+    model = make().train()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, eps=1e-3)
+    budget = "1GB"
+    if tight:
+        with pytest.raises(BudgetError) as error:
+            compiled(copy.deepcopy(model), "1kB", example_batch=batch_of(0))
+        budget = f"{error.value.least_bytes}B"
+    program = compiled(model, budget)
+    for step in range(3):
+        micro = [batch_of(2 * step), batch_of(2 * step + 1)]
+        optimizer.zero_grad()
+        losses = [eager(**copy.deepcopy(batch)).loss / 2 for batch in micro]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        expected = float(torch.stack(losses).sum().detach())
+        assert float(program.train_step(micro).loss) == pytest.approx(expected, rel=1e-5)
+    values = program.state_dict()
+    for parameter, value in eager.state_dict().items():
+        torch.testing.assert_close(values[parameter], value, rtol=1e-4, atol=2e-5)
+    with torch.no_grad():
+        loss = float(eager.eval()(**batch_of(0)).loss)
+    assert float(program.evaluate(batch_of(0))) == pytest.approx(loss, rel=1e-4)
+    program.close()
+
+
+class Matched(nn.Module):
+    """Match predictions with what a batch holds, by values, in the loss of a small model."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def loss_function(self, points: Tensor, labels: list[Tensor], scale: float) -> dict[str, Any]:
+        losses = []
+        for own, wanted in zip(points, labels, strict=True):
+            order = [int((own - x).abs().sum(-1).argmin()) for x in wanted]
+            losses.append((own[order] - wanted).square().sum())
+        return {"loss": torch.stack(losses).mean() * scale, "each": losses}
+
+    def forward(self, x: Tensor, labels: list[Tensor] | None = None) -> dict[str, Any]:
+        hidden = self.first(x)
+        if not torch.isfinite(hidden).all():
+            hidden = hidden.clamp(-1e4, 1e4)
+        points = self.last(hidden.tanh())
+        if labels is None:
+            return {"points": points}
+        loss = self.loss_function(points, labels, scale=0.5)["loss"]
+        return {"loss": loss * self.factor if self.factor != 1.0 else loss, "points": points}
+
+
+def points(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = [torch.randn(1 + (seed + i) % 3, 2, generator=generator) for i in range(2)]
+    return {"x": torch.randn(2, 4, 8, generator=generator), "labels": labels}
+
+
+def test_labels_of_any_number_share_a_program_and_it_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = Matched()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, eps=1e-3)
+    program = compiled(model)
+    with pytest.warns(UserWarning, match="loss_function runs outside of the program") as told:
+        for step in range(3):
+            loss = eager(**points(step))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert float(program.forward_backward(points(step)).loss) == pytest.approx(float(loss.detach()))
+            program.optimizer_step()
+    assert len([w for w in told if "loss_function" in str(w.message)]) == 1
+    assert program._session.compiler.programs == 2  # one gathers gradients, one applies them
+    values = program.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(values[name], value)
+    assert program.predict({"x": points(0)["x"]})["points"].shape == (2, 4, 2)
+    program.close()
+
+
+@pytest.mark.filterwarnings("ignore:The loss of .* cannot be traced")
+def test_a_forward_that_takes_numbers_for_finite_updates_nothing_where_they_are_not() -> None:
+    torch.manual_seed(0)
+    program = compiled(Matched(), on_nonfinite="raise")
+    program.train_step(points(0))
+    before = program.state_dict()
+    batch = points(1)
+    batch["x"][0, 0, 0] = torch.inf
+    with pytest.raises(NonFiniteError):
+        program.train_step(batch)
+        program.synchronize()
+    for name, value in program.state_dict().items():
+        assert torch.equal(value, before[name])
+    program.close()
+
+
+def test_a_loss_that_goes_on_behind_the_cut_is_refused() -> None:
+    """For the first reason: that it cannot be traced."""
+    model = Matched()
+    model.factor = 2.0
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        compiled(model, example_batch=points(0))
