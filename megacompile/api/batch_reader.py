@@ -294,7 +294,8 @@ class Intake:
             if count is None:
                 continue
             captured = self._frontend.captured(batch, evaluate=False)
-            if all(batch.leaves[index] is not count for index in captured.inputs.values()):
+            unread = all(batch.leaves[index] is not count for index in captured.inputs.values())
+            if unread or isinstance(batch.outputs, LossCut):  # of a loss outside nobody knows
                 raise CaptureError(
                     "The model's loss does not read num_items_in_batch, so that micro-batches would be "
                     "weighted wrongly: remove it from the batch, or give the weights yourself."

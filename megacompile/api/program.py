@@ -41,6 +41,7 @@ from megacompile.errors import (
     DiskError,
     MegacompileError,
     ProgramError,
+    UntraceableError,
 )
 from megacompile.graph.captured import OutputsFn, all_outputs
 from megacompile.graph.fusion_rewriter import Fusions
@@ -301,18 +302,24 @@ def cuts_loss(method: M) -> M:
         session = program._session
         try:
             return method(program, batch, **options)
-        except CaptureError as error:
+        except UntraceableError as error:
             ours = session.intake.cut is not None or session.world.size > 1
             if ours or options.get("outputs") or options.get("loss"):
                 raise
-            refused = error
+            refused: CaptureError = error
         for cut in session.intake.cuts(batch):
             session.intake.cut = cut
-            with contextlib.suppress(CaptureError):
+            try:
                 result = method(program, batch, **options)
-                warnings.warn(warning(program.model, cut, refused), stacklevel=4)
-                return result
-            session.intake.cut = None
+            except BudgetError:
+                raise
+            except MegacompileError as other:  # the forward cannot do without these labels, or cannot be cut
+                session.intake.cut = None
+                if isinstance(other, CaptureError) and not isinstance(other, UntraceableError):
+                    refused = other  # it could be, but for this
+                continue
+            warnings.warn(warning(program.model, cut, refused), stacklevel=4)
+            return result
         raise refused
 
     return cast("M", call)

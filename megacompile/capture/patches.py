@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.capture import changed_buffers, coded_weights, own_gradients, refusals, replacements
 from megacompile.capture.refusals import refused
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, UntraceableError
 
 # ------------------------------------------------------------------------------------------------------------
 # Casts of operands in a model's forward: float32 beside weights of a lower precision, as autocast treats it.
@@ -403,8 +403,8 @@ REFUSED: tuple[Patch, ...] = (
     Patch(saved_tensors_hooks, "__enter__", refusals.no_packing, _NEVER),
     Patch(torch.inference_mode, "__enter__", refusals.no_inference, "a trace does not hold the mode"),
     Patch(torch._VF, "_pack_padded_sequence", refused(PACKED), _BY_VALUES),
-    Patch(torch, "ctc_loss", refused(refusals.CTC), _BY_VALUES),
-    Patch(F, "gaussian_nll_loss", refused(refusals.GAUSSIAN), _BY_VALUES),
+    Patch(torch, "ctc_loss", refused(refusals.CTC, UntraceableError), _BY_VALUES),
+    Patch(F, "gaussian_nll_loss", refused(refusals.GAUSSIAN, UntraceableError), _BY_VALUES),
     Patch(Distribution, "__init__", refusals.unchecked, _BY_VALUES),
     Patch(Distribution, "_validate_sample", refusals.nothing, _BY_VALUES),
     Patch(

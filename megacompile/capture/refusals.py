@@ -162,14 +162,14 @@ CHECKPOINT = next(  # what surrounds the function of a checkpoint; its name from
 )
 
 
-def refused(reason: str) -> Callable[..., Any]:
+def refused(reason: str, kind: type[CaptureError] = CaptureError) -> Callable[..., Any]:
     """A function that takes no call but those of torch itself, where it traces scan: by a compilation of its
     own within the export's (:func:`forward_runs`)."""
 
     def refuse(theirs: Any, *args: Any, **kwargs: Any) -> Any:
         if CompileContext.current_compile_id() != _exports.get():
             return theirs(*args, **kwargs)
-        raise CaptureError(reason)
+        raise kind(reason)
 
     return refuse
 

@@ -199,3 +199,10 @@ def test_a_loss_that_goes_on_behind_the_cut_is_refused() -> None:
     model.factor = 2.0
     with pytest.raises(CaptureError, match="cannot be captured"):
         compiled(model, example_batch=points(0))
+
+
+def test_a_count_of_items_is_refused_beside_a_loss_that_nobody_knows() -> None:
+    program = compiled(speech())
+    with pytest.raises(CaptureError, match="num_items_in_batch"):
+        program.train_step(sounds(0) | {"num_items_in_batch": torch.tensor(4)})
+    program.close()
