@@ -35,16 +35,17 @@ class Withheld:
 
 @dataclass(frozen=True)
 class LossCall:
-    """A call of the loss, which is one of the tensors that it returns."""
+    """A call of the loss, which stands at ``place`` in what it returns."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: int
+    place: tuple[Any, ...]
 
     def run(self, withheld: Mapping[str, Any]) -> Tensor:
         """The loss of a batch, given its entries that were withheld."""
-        return _tensors(_called(self.function, self.args, self.kwargs, withheld))[self.place]
+        loss: Tensor = dict(_placed(_called(self.function, self.args, self.kwargs, withheld)))[self.place]
+        return loss
 
 
 pytree.register_dataclass(LossCall, field_names=["args", "kwargs", "function", "place"])
@@ -57,7 +58,7 @@ class LossCut:
 
     example: dict[str, Any]
     nbytes: int = 0
-    _made: list[tuple[LossCall, list[Tensor]]] = field(default_factory=list)
+    _made: list[tuple[LossCall, list[tuple[Any, Any]]]] = field(default_factory=list)
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
         raise AssertionError("a forward that is cut returns nothing")
@@ -82,7 +83,7 @@ class LossCut:
             raise UntraceableError("The forward does not call its loss_function once.")
         ((call, results),) = self._made
         returned = outputs.get("loss") if hasattr(outputs, "get") else outputs[0]
-        place = next((i for i, x in enumerate(results) if x is returned), None)
+        place = next((path for path, x in results if x is returned), None)
         if place is None:
             raise UntraceableError("The forward computes its loss further from what loss_function returns.")
         self.nbytes = sum(x.nbytes for x in _tensors(call))
@@ -111,13 +112,17 @@ class LossCut:
             real_args, real_kwargs = pytree.tree_map_only(Tensor, like, (args, kwargs))
             result = _called(function, real_args, real_kwargs, self.example)
         made = pytree.tree_map_only(Tensor, lambda x: torch.zeros(tuple(x.shape), dtype=x.dtype), result)
-        self._made.append((LossCall(function, args, kwargs, 0), _tensors(made)))
+        self._made.append((LossCall(function, args, kwargs, ()), _placed(made)))
         return made
 
 
 def _called(function: Any, args: Any, kwargs: Any, withheld: Mapping[str, Any]) -> Any:
     args, kwargs = pytree.tree_map_only(Withheld, lambda x: withheld[x.name], (args, kwargs))
     return function(*args, **kwargs)
+
+
+def _placed(tree: Any) -> list[tuple[Any, Any]]:
+    return pytree.tree_flatten_with_path(tree)[0]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
