@@ -299,6 +299,7 @@ class Frontend:
                 evaluate=evaluate,
                 outputs=batch.outputs,
                 padded_right=padded_right,
+                hides_nothing=batch.hides_nothing,
                 **host,
             )
 

@@ -125,6 +125,7 @@ def _kind(value: Any) -> str:
 # Batches: what one call of a model is given and which program fits it.
 
 
+_NOWHERE = "nowhere"
 _MISSPELT = 0.8  # how alike a key is to the name that was meant
 
 
@@ -176,8 +177,12 @@ class Batch:
     @property
     def padded_right(self) -> bool:
         """Return whether all of its padding is at the ends of rows, and no label there."""
-        padded: bool = self.key[4]
-        return padded
+        return self.key[4] is True
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Return whether its attention mask is kept, and is all ones."""
+        return bool(self.key[4] == _NOWHERE)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -234,8 +239,10 @@ def read_batch(
     shapes = tuple(described(leaf) for leaf in flat)
     if settings is None:
         settings = model_settings(model, evaluate=evaluate)
-    padded_right = not args and is_transformers(model) and is_padded_right(kwargs)
-    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded_right), outputs)
+    padded: bool | str = not args and is_transformers(model) and is_padded_right(kwargs)
+    if is_transformers(model) and not keep_mask and _is_mixed(kwargs) and _hides_nothing(kwargs):
+        padded = _NOWHERE
+    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded), outputs)
 
 
 def described(leaf: Any) -> tuple[Any, ...]:
@@ -281,14 +288,24 @@ def _dense(leaf: Tensor) -> Tensor:
 
 def _plain_mask(kwargs: dict[str, Any], kept: bool) -> dict[str, Any]:
     """Put the mask last, as where padding adds one; unless it is kept, drop one that hides nothing, which
-    transformers takes no mask to mean: much faster."""
+    transformers takes no mask to mean: much faster. Beside images, sound or actions, whose models may take
+    positions from a mask that is there, it stays."""
     if "attention_mask" not in kwargs:
         return kwargs
     mask, others = kwargs["attention_mask"], {k: v for k, v in kwargs.items() if k != "attention_mask"}
-    hides = not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all())
     # only without any mask does transformers take a jump of the positions as the start of a document
-    kept = kept or _jumps(kwargs.get("position_ids"))
-    return others | {"attention_mask": mask} if kept or hides else others
+    kept = kept or _is_mixed(kwargs) or _jumps(kwargs.get("position_ids"))
+    return others | {"attention_mask": mask} if kept or not _hides_nothing(kwargs) else others
+
+
+def _is_mixed(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether there are numbers beside tokens: images, sound or actions."""
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in kwargs.values())
+
+
+def _hides_nothing(kwargs: Mapping[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())
 
 
 def _jumps(positions: Any) -> bool:

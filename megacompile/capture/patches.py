@@ -496,7 +496,12 @@ def _of_coded_weights(model: nn.Module) -> Iterator[Patch]:
 
 @contextlib.contextmanager
 def our_operators(
-    model: nn.Module, rng: Tensor, *, positions_given: bool = False, padding: Tensor | None = None
+    model: nn.Module,
+    rng: Tensor,
+    *,
+    positions_given: bool = False,
+    padding: Tensor | None = None,
+    of_ones: bool = False,
 ) -> Iterator[None]:
     """Within the context ``model`` runs :mod:`~megacompile.capture.sdpa` and
     :mod:`~megacompile.capture.counter_rng` that are ours.
@@ -504,14 +509,14 @@ def our_operators(
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
     ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
     look for packed sequences in them; positions that a model makes itself are never packed. ``padding`` is a
-    batch's mask of padding that causal attention is to leave out.
+    batch's mask of padding that causal attention is to leave out, and all attention where it is ``of_ones``.
 
     Used by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
     computes the same function with the same dropout masks.
     """
     with (
         _lock,
-        replacements.numbered(rng, padding) as sites,
+        replacements.numbered(rng, padding, of_ones) as sites,
         replaced((*_OURS, *_of_coded_weights(model), *_of_transformers(model, sites, positions_given))),
         MixedDtypes(),
     ):

@@ -50,13 +50,13 @@ class Mask(NamedTuple):
 class Masks:
     """Makes the masks of one forward, and knows them again where they are used.
 
-    ``padding`` is the batch's mask of padding, where causal masks are to leave it out; what a model makes of
-    it is not left out.
+    ``padding`` is the batch's mask of padding, where causal masks are to leave it out, and all where it is
+    ``of_ones``, as transformers itself does; what a model makes of it is not left out.
     """
 
-    def __init__(self, padding: Tensor | None = None) -> None:
+    def __init__(self, padding: Tensor | None = None, of_ones: bool = False) -> None:
         self._made: list[Mask] = []
-        self._padding = padding
+        self._padding, self._of_ones = padding, of_ones
         self._unchanged = None if padding is None else padding._version
         self._prepared: list[Tensor] = []
         self._packed: list[tuple[Callable[..., Any], Callable[..., Any], Tensor]] = []
@@ -149,7 +149,8 @@ class Masks:
         if not (padding is None or left_out) or not (skippable or within):
             return None, None
         band = _recognise(within[0][0] if within else function, q_length, kv_length, local_size)
-        if band is None or (left_out and not band[0]):  # all tokens would see the padding
+        sees_padding = left_out and not self._of_ones
+        if band is None or (sees_padding and not band[0]):  # all tokens would see the padding
             return None, None
         return band, _bounds(within[0][1]) if within else None
 
@@ -229,9 +230,9 @@ class CallSites:
     """Numbers the random calls of one forward, in call order, under one seed tensor; keeps its masks.
     ``packs``: an attention runs that is given packed sequences by their bounds."""
 
-    def __init__(self, rng: Tensor, padding: Tensor | None = None) -> None:
+    def __init__(self, rng: Tensor, padding: Tensor | None = None, of_ones: bool = False) -> None:
         self.rng, self.packs = rng, False
-        self.masks = Masks(padding)
+        self.masks = Masks(padding, of_ones)
         self._count = itertools.count()
 
     def next(self) -> int:
@@ -239,11 +240,11 @@ class CallSites:
 
 
 @contextlib.contextmanager
-def numbered(rng: Tensor, padding: Tensor | None = None) -> Iterator[CallSites]:
+def numbered(rng: Tensor, padding: Tensor | None = None, of_ones: bool = False) -> Iterator[CallSites]:
     """The sites of one forward's calls; ``rng`` is int64 [2], (seed, 0). Masks leave ``padding`` out."""
     if _current:
         raise RuntimeError("our_operators is already active: contexts cannot be nested.")
-    _current.append(CallSites(rng, padding))
+    _current.append(CallSites(rng, padding, of_ones))
     try:
         yield _current[-1]
     finally:

@@ -134,6 +134,22 @@ def _refuse_call(node: fx.Node) -> None:
             )
 
 
+def _refuse_masked_writes(graph: fx.Graph, parameters: Collection[str]) -> None:
+    """Refuse a write of what is trained to where a mask holds: how many places its gradient is of depends on
+    values."""
+    trained: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name in parameters or not trained.isdisjoint(node.all_input_nodes):
+            trained.add(node)
+        if node.target is aten.index_put.default and node.args[2] in trained:
+            indices = [index.meta["val"] for index in node.args[1] if index is not None]
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                raise UntraceableError(
+                    f"{module_path(node) or 'The model'} writes to where a mask holds, by {node.target}, and "
+                    "the mask depends on more than the batch: use torch.where, or masked_scatter."
+                )
+
+
 def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:
     """Refuse an operator whose operands are graphs, or another operator that writes."""
     if "auto_functionalized" in str(target):
@@ -540,13 +556,14 @@ class _Forward(nn.Module):
     or the tensors of what ``outputs`` returns.
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding. ``returned`` is what a function of the user's was given.
-    ``leaves`` are the batch's for real, where ``host`` is to make what is needed of their values.
+    causal attention gets no mask of padding, ``of_ones`` that no attention needs one. ``returned`` is what a
+    function of the user's was given. ``leaves`` are the batch's for real, where ``host`` is to make what is
+    needed of their values.
     """
 
     structure: Structure
     returned: Returned | None = None
-    outside = False
+    outside = of_ones = False
     leaves: list[Any] | None = None
     host: HostValues | None = None
     _loss_fn: LossFn | None
@@ -585,7 +602,8 @@ class _Forward(nn.Module):
                 function = self._outputs or self._loss_fn
                 taken, named, rest = divide(self.model, args, kwargs, function)
             padding = kwargs.get("attention_mask") if self.leaves_out else None
-            with our_operators(self.model, rng, positions_given=given, padding=padding):
+            of_ones = self.of_ones
+            with our_operators(self.model, rng, positions_given=given, padding=padding, of_ones=of_ones):
                 if isinstance(self._outputs, LossCut):
                     return self._outputs.forward(self.model, taken, named)
                 outputs = self.model(*taken, **named)
@@ -619,6 +637,7 @@ def capture(
     evaluate: bool = False,
     outputs: OutputsFn | None = None,
     padded_right: bool = False,
+    hides_nothing: bool = False,
     reads_values: bool = False,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
@@ -626,8 +645,8 @@ def capture(
     ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
     traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
     takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
-    which the graph may then make use. ``reads_values``: what the forward reads of the batch's values is
-    computed by a prologue; else it is refused.
+    which the graph may then make use; ``hides_nothing`` that its mask is all ones. ``reads_values``: what the
+    forward reads of the batch's values is computed by a prologue; else it is refused.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -649,7 +668,8 @@ def capture(
         args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
     inputs = (rng, args, kwargs)
     forward.outside = outputs is not None and not evaluate
-    forward.leaves_out = padded_right
+    forward.leaves_out = padded_right or hides_nothing
+    forward.of_ones = hides_nothing
     captured = _trace(forward, inputs, model)
     if padded_right and not reads_no_padding(captured, args, kwargs):
         forward.leaves_out = False
@@ -769,6 +789,7 @@ def _flatten(
         copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)
+    _refuse_masked_writes(graph, parameters)
     if forward.host:
         _rejoin(graph)
     refuse_mixed_products(graph)

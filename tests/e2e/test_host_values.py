@@ -69,6 +69,15 @@ class Selects(nn.Module):
         return (hidden + other[:, 0:1]).square().sum() + other.sum()
 
 
+class Puts(Selects):
+    """What is computed, put where a token stands: only its gradient needs to know how often."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        hidden[ids == 7] = self.linear(self.embed.weight[:2])
+        return hidden.square().sum()
+
+
 class Places(nn.Module):
     """Positions by groups of alike tokens, in Python."""
 
@@ -130,6 +139,7 @@ def test_micro_batches_of_other_values_are_of_other_programs() -> None:
 def test_places_of_tokens_are_inputs_and_their_number_is_the_program_s() -> None:
     rows = ([[1, 7, 7], [2, 3, 4]], [[7, 2, 1], [5, 7, 4]], [[7, 2, 1], [7, 7, 4]])
     assert trained(Selects(), [{"ids": torch.tensor(ids)} for ids in rows]) == 2
+    assert trained(Puts(), [{"ids": torch.tensor(ids)} for ids in rows[:2]]) == 1
 
 
 def test_a_function_of_the_batch_alone_runs_as_it_is() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.capture.batch import read_batch
 from megacompile.graph.sequence_dimension import is_padded_right
 from tests.support.graphs import attention_calls, forward, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, padded_batch
@@ -50,6 +51,37 @@ def test_losses_and_gradients_are_bitwise_those_with_the_mask(model_type: str) -
     assert all(call["bias"] is not None for call in attention_calls(masked)) and blind.blind
     for with_mask, without in zip(run(masked, model, batch), run(blind, model, batch), strict=True):
         assert torch.equal(with_mask, without)
+
+
+class Aimed(nn.Module):
+    """A model that is given numbers beside tokens, and steps of two where there is a mask."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor) -> Any:
+        positions = None if attention_mask is None else 2 * (attention_mask.cumsum(-1) - 1)
+        embeds = self.model.get_input_embeddings()(input_ids) + pixel_values  # type: ignore[operator]
+        options = {"attention_mask": attention_mask, "position_ids": positions}
+        return self.model(inputs_embeds=embeds, labels=input_ids, **options)
+
+
+Aimed.__module__ = "transformers.models.aimed"  # of a library whose masks of ones are none
+
+
+def test_a_mask_of_ones_beside_images_is_left_out_of_attention_alone() -> None:
+    """Positions may be made of it, as in PI0."""
+    torch.manual_seed(0)
+    model = Aimed(causal("llama").train())
+    ids = torch.randint(1, 60, (2, 8))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 8, 1)}
+    batch = read_batch(given, model)
+    assert batch.hides_nothing and not read_batch(given | {"attention_mask": ids > 30}, model).hides_nothing
+    captured = graph_of(model, batch.kwargs, hides_nothing=True)
+    assert all(call["causal"] and call["bias"] is None for call in attention_calls(captured))
+    (loss,) = forward(captured, model, batch.kwargs)
+    torch.testing.assert_close(loss, model(**given).loss)
 
 
 class Model(nn.Module):
