@@ -141,13 +141,13 @@ def _refuse_masked_writes(graph: fx.Graph, parameters: Collection[str]) -> None:
     for node in graph.nodes:
         if node.name in parameters or not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
-        if node.target is aten.index_put.default and node.args[2] in trained:
-            indices = [index.meta["val"] for index in node.args[1] if index is not None]
-            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-                raise UntraceableError(
-                    f"{module_path(node) or 'The model'} writes to where a mask holds, by {node.target}, and "
-                    "the mask depends on more than the batch: use torch.where, or masked_scatter."
-                )
+        if node.target is not aten.index_put.default or node.args[2] not in trained:
+            continue
+        if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in node.all_input_nodes):
+            raise UntraceableError(
+                f"{module_path(node) or 'The model'} writes to where a mask holds, by {node.target}, and the "
+                "mask depends on more than the batch: use torch.where, or masked_scatter."
+            )
 
 
 def _of_graphs(where: str, node: fx.Node, target: HigherOrderOperator) -> str:

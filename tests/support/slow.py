@@ -71,6 +71,7 @@ SLOW = (
     r"test_plan_long\.py",
     r"test_long_models\.py",
     r"test_vision_language\.py::test_images_in_other_places_share_a_program\[(?!SmolVLM)",
+    r"test_vision_language\.py::test_values_of_a_batch_are_inputs_of_one_program",
     r"test_vision_language\.py::test_each_combination_of_sizes_has_a_program",
     r"test_image_buckets\.py::test_an_epoch_",
     r"test_image_buckets\.py::test_natural_images_need_few_programs\[(?!Qwen2\.5-VL-2)",

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from transformers.models.llava_next import modeling_llava_next
 
 Sizes = Sequence[Sequence[tuple[int, int]]]
-_IMAGE, _PATCH = 190, 14
-_TEXT: dict[str, Any] = {
+IMAGE, _PATCH = 190, 14
+TEXT: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
 }  # fmt: skip
-_TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "patch_size": _PATCH,
 }  # fmt: skip
-_GRIDS: dict[str, Any] = {
+GRIDS: dict[str, Any] = {
     "depth": 3, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "mlp_ratio": 2, "num_heads": 4,
     "out_hidden_size": 32, "patch_size": _PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "image_size": 112, "window_size": 56, "fullatt_block_indexes": [1], "num_position_embeddings": 64,
@@ -44,14 +44,14 @@ class Case(NamedTuple):
     sizes: Sequence[Sizes]
 
 
-def _rows(counts: Sequence[Sequence[int]], seed: int, padding: int, length: int) -> dict[str, Tensor]:
+def rows(counts: Sequence[Sequence[int]], seed: int, padding: int, length: int) -> dict[str, Tensor]:
     """Rows of tokens with so many for each image, whose place depends on the seed."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 180, (len(counts), length), generator=draw)
     for row, numbers in zip(ids, counts, strict=True):
         at = padding + 1 + seed % 3
         for n in numbers:
-            row[at : at + n] = _IMAGE
+            row[at : at + n] = IMAGE
             at += n + 2
         assert at <= length
     mask = torch.ones_like(ids)
@@ -59,22 +59,22 @@ def _rows(counts: Sequence[Sequence[int]], seed: int, padding: int, length: int)
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        "labels": ids.masked_fill((ids == _IMAGE) | (mask == 0), -100),
+        "labels": ids.masked_fill((ids == IMAGE) | (mask == 0), -100),
     }
 
 
-def _normal(seed: int, *shape: int) -> Tensor:
+def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _by_grids(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
+def by_grids(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
     """Patches of all images in a row, with their grids."""
-    batch = _rows([[h * w // 4 for h, w in row] for row in sizes], seed, padding, 40)
+    batch = rows([[h * w // 4 for h, w in row] for row in sizes], seed, padding, 40)
     grids = torch.tensor([[1, h, w] for row in sizes for h, w in row])
     if grids.numel():
         batch["image_grid_thw"] = grids
-        batch["pixel_values"] = _normal(seed, int(grids.prod(-1).sum()), 3 * 2 * _PATCH * _PATCH)
-        batch["mm_token_type_ids"] = (batch["input_ids"] == _IMAGE).long()
+        batch["pixel_values"] = normal(seed, int(grids.prod(-1).sum()), 3 * 2 * _PATCH * _PATCH)
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
     return batch
 
 
@@ -82,11 +82,11 @@ def _by_sizes(merge: int) -> Callable[[Sizes, int, int], dict[str, Tensor]]:
     """Images in a frame as large as the largest, with their sizes."""
 
     def make(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
-        batch = _rows([[h * w // merge**2 for h, w in row] for row in sizes], seed, padding, 64)
+        batch = rows([[h * w // merge**2 for h, w in row] for row in sizes], seed, padding, 64)
         pixels = torch.tensor([[h * _PATCH, w * _PATCH] for row in sizes for h, w in row])
         if pixels.numel():
             height, width = pixels.amax(0).tolist()
-            batch["image_sizes"], batch["pixel_values"] = pixels, _normal(seed, len(pixels), 3, height, width)
+            batch["image_sizes"], batch["pixel_values"] = pixels, normal(seed, len(pixels), 3, height, width)
         return batch
 
     return make
@@ -100,11 +100,11 @@ def _by_tiles(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
         seen = modeling_llava_next.unpad_image(torch.zeros(1, 2 * rows, 2 * columns), size)
         return 4 + seen.shape[1] * (seen.shape[2] + 1)
 
-    batch = _rows([[tokens(size) for size in row] for row in sizes], seed, padding, 64)
+    batch = rows([[tokens(size) for size in row] for row in sizes], seed, padding, 64)
     flat = [size for row in sizes for size in row]
     if flat:
         tiles = [modeling_llava_next.image_size_to_num_patches(size, _PINPOINTS, 28) for size in flat]
-        pixels = _normal(seed, len(flat), max(tiles), 3, 28, 28)
+        pixels = normal(seed, len(flat), max(tiles), 3, 28, 28)
         for image, n in zip(pixels, tiles, strict=True):
             image[n:] = 0
         batch |= {"pixel_values": pixels, "image_sizes": torch.tensor(flat)}
@@ -113,14 +113,14 @@ def _by_tiles(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
 
 def _by_masks(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
     """As many images for each row, those it has not all zeros, and masks of their pixels."""
-    batch = _rows([[4] * len(row) for row in sizes], seed, padding, 32)
+    batch = rows([[4] * len(row) for row in sizes], seed, padding, 32)
     most = max(map(len, sizes))
     if most:
         pixels = torch.zeros(len(sizes), most, 3, 56, 56)
         mask = torch.zeros(len(sizes), most, 56, 56, dtype=torch.bool)
         for i, row in enumerate(sizes):
             for j, (h, w) in enumerate(row):
-                pixels[i, j, :, : h * _PATCH, : w * _PATCH] = _normal(seed + j, 3, h * _PATCH, w * _PATCH)
+                pixels[i, j, :, : h * _PATCH, : w * _PATCH] = normal(seed + j, 3, h * _PATCH, w * _PATCH)
                 mask[i, j, : h * _PATCH, : w * _PATCH] = True
         batch |= {"pixel_values": pixels, "pixel_attention_mask": mask}
     return batch
@@ -129,10 +129,10 @@ def _by_masks(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
 def _with_grids(config: Any, model: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         others = () if config is transformers.Qwen2_5_VLConfig else _WINDOWS
-        vision = {name: value for name, value in _GRIDS.items() if name not in others}
+        vision = {name: value for name, value in GRIDS.items() if name not in others}
         sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        options = {"text_config": _TEXT | {"rope_parameters": sections}, "vision_config": vision}
-        ids = {"image_token_id": _IMAGE, "video_token_id": 191} | dict.fromkeys(_STARTS, 189)
+        options = {"text_config": TEXT | {"rope_parameters": sections}, "vision_config": vision}
+        ids = {"image_token_id": IMAGE, "video_token_id": 191} | dict.fromkeys(_STARTS, 189)
         built: nn.Module = model(config(**options, **ids))
         return built
 
@@ -141,13 +141,13 @@ def _with_grids(config: Any, model: Any) -> Callable[[], nn.Module]:
 
 def _of_llava(config: Any, model: Any, text: str, tower: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        vision = _TOWER | {"model_type": tower, "image_size": 112 if tower == "pixtral" else 28}
+        vision = TOWER | {"model_type": tower, "image_size": 112 if tower == "pixtral" else 28}
         vision |= {"head_dim": 8} if tower == "pixtral" else {}
         made = config(
-            text_config=_TEXT | {"model_type": text},
+            text_config=TEXT | {"model_type": text},
             vision_config=vision,
-            image_token_id=_IMAGE,
-            image_token_index=_IMAGE,
+            image_token_id=IMAGE,
+            image_token_index=IMAGE,
             **options,
         )
         built: nn.Module = model(made)
@@ -159,9 +159,9 @@ def _of_llava(config: Any, model: Any, text: str, tower: str, **options: Any) ->
 def _of_idefics(config: Any, model: Any, text: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         made = config(
-            text_config=_TEXT | {"model_type": text, "pad_token_id": 0},
-            vision_config=_TOWER | {"image_size": 56},
-            image_token_id=_IMAGE,
+            text_config=TEXT | {"model_type": text, "pad_token_id": 0},
+            vision_config=TOWER | {"image_size": 56},
+            image_token_id=IMAGE,
             **options,
         )
         built: nn.Module = model(made)
@@ -190,7 +190,7 @@ def cases() -> dict[str, Case]:
         "Qwen3-VL": _with_grids(t.Qwen3VLConfig, t.Qwen3VLForConditionalGeneration),
         "GLM-4V": _with_grids(t.Glm4vConfig, t.Glm4vForConditionalGeneration),
     }
-    found = {name: Case(build, _by_grids, _GRID_SIZES) for name, build in made.items()}
+    found = {name: Case(build, by_grids, _GRID_SIZES) for name, build in made.items()}
     mistral3 = _of_llava(
         t.Mistral3Config, t.Mistral3ForConditionalGeneration, "mistral", "pixtral", spatial_merge_size=2
     )
@@ -242,7 +242,7 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 180, (text,), generator=draw).tolist()
         for place, (h, w) in enumerate(sizes):
-            ids[1 + 2 * place : 1 + 2 * place] = [_IMAGE] * (h * w // 4) + [7]
+            ids[1 + 2 * place : 1 + 2 * place] = [IMAGE] * (h * w // 4) + [7]
             grids.append([1, h, w])
             pixels.append(torch.randn(h * w, 3 * 2 * _PATCH * _PATCH, generator=draw))
         rows.append(torch.tensor(ids))
@@ -251,10 +251,10 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     batch = {
         "input_ids": ids,
         "attention_mask": mask,
-        "labels": ids.masked_fill((ids == _IMAGE) | (mask == 0), -100),
+        "labels": ids.masked_fill((ids == IMAGE) | (mask == 0), -100),
     }
     if grids:
-        batch["mm_token_type_ids"] = (ids == _IMAGE).long()
+        batch["mm_token_type_ids"] = (ids == IMAGE).long()
         batch |= {"image_grid_thw": torch.tensor(grids), "pixel_values": torch.cat(pixels)}
     return batch
 
