@@ -26,7 +26,7 @@ def _batches(case: Case, *, mixed: bool) -> list[dict[str, Tensor]]:
 
 def steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[float]]:
     """Losses and norms of clipped steps in plain transformers."""
-    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6), [], []
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     for batch in batches:
         optimizer.zero_grad()
         loss = model(**batch).loss
@@ -46,7 +46,7 @@ def trained(
     """
     eager, batches = copy.deepcopy(model), list(batches)
     losses, norms = steps(eager, batches if beside is None else list(beside))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = megacompile.compile(
         model, budget, optimizer=optimizer, max_grad_norm=0.5, compute_dtype=torch.float32, device="cpu"
     )

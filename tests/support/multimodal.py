@@ -116,11 +116,6 @@ def _lfm2(seed: int) -> dict[str, Tensor]:
     return rows([[h * w // 4 for h, w in row] for row in _SIZES], seed, 0, 40) | _naflex(seed)
 
 
-def _siglip() -> nn.Module:
-    vision = TOWER | {"num_patches": 16, "patch_size": 4}
-    return t.Siglip2ForImageClassification(t.Siglip2Config(vision_config=vision, num_labels=3))
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Images of one size, and video.
 
@@ -282,7 +277,6 @@ def fixed() -> dict[str, Fixed]:
             ),
             _lfm2,
         ),
-        "SigLIP 2, naflex": Fixed(_siglip, lambda seed: _naflex(seed) | {"labels": torch.tensor([0, 1, 2])}),
         "Ovis 2": Fixed(_ovis, _with_indicators),
         "Qwen3-VL, video": Fixed(sized["Qwen3-VL"].build, _frames([[4, 4], []])),
         "Qwen2-Audio": Fixed(_qwen2_audio, _sound),
