@@ -275,7 +275,7 @@ class _Watch(TorchFunctionMode):
             raise CaptureError("The forward calls detach_(), which is lost: write t = t.detach().")
         elif func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
             _refuse_toggle(args[0], bool(args[1]) if len(args) > 1 else True)
-        elif args and isinstance(args[0], Tensor) and _writes(name):
+        elif args and isinstance(args[0], Tensor) and writes(name):
             self._refuse_hidden_write(args[0], name)
         elif self._finite is not None and name == "__bool__" and id(args[0]) in self._asked:
             flag, holds = self._asked[id(args[0])]
@@ -309,7 +309,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name in vars(Tensor))

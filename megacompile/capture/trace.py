@@ -11,9 +11,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -47,6 +47,7 @@ from megacompile.capture.refusals import (
     refuse_sparse,
     refuse_writes,
 )
+from megacompile.capture.repeated_layers import LAYER, LayersDifferError, RepeatedLayers
 from megacompile.errors import BudgetError, CaptureError, UntraceableError
 from megacompile.graph.captured import (
     WRITE,
@@ -59,6 +60,7 @@ from megacompile.graph.captured import (
     given_gradients,
     is_view,
     module_path,
+    reached,
     returned,
     split,
     strip,
@@ -252,18 +254,44 @@ class _Form:
 def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
     """The graph without writes, regions and composite operators, and the signature that names its inputs."""
     _keep_gradient_barriers(exported.graph_module)
+    _unmark_single(exported.graph_module)
     try:
         calls = list(_calls(exported.graph_module))
         forms = {form.key: form for form in map(_Form, (c for c in calls if _is_composite(c.target)))}
         became = _decomposed(list(forms.values())) if forms else {}
         return _rewritten(exported.graph_module, became), exported.graph_signature
     except _NeedsTorchError:
+        if any(_marks(exported.graph_module)):
+            raise LayersDifferError from None
         for module in exported.graph_module.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()  # with the barriers that were put in
         _drop_other_names(exported)
         whole = exported.run_decompositions({})
         return whole.graph, whole.graph_signature
+
+
+def _marks(root: fx.GraphModule) -> list[fx.Node]:
+    """The marks of repeated layers in a graph and its regions."""
+    graphs = [module.graph for module in root.modules() if isinstance(module, fx.GraphModule)]
+    return [n for graph in graphs for n in graph.find_nodes(op="call_function", target=LAYER)]
+
+
+def _unmark_single(root: fx.GraphModule) -> None:
+    """Leave out the marks of layers that no other one repeats."""
+    marks = _marks(root)
+    times = Counter(mark.args[0] for mark in marks)
+    for mark in marks:
+        if times[mark.args[0]] == 1:
+            _unmark(mark)
+
+
+def _unmark(mark: fx.Node) -> None:
+    """Let what a mark of a first layer returns be what it was given."""
+    for item in list(mark.users):
+        item.replace_all_uses_with(mark.args[2][item.args[1]])  # type: ignore[index,arg-type]
+        item.graph.erase_node(item)
+    mark.graph.erase_node(mark)
 
 
 def _drop_other_names(exported: torch.export.ExportedProgram) -> None:
@@ -440,18 +468,47 @@ def _rewritten(root: fx.GraphModule, became: dict[str, tuple[list[fx.Node], Any]
         if node.op == "placeholder":
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
-    _Writer(graph, became).write(root, values)
+    writer = _Writer(graph, became)
+    writer.write(root, values)
     results: Any = root.graph.output_node().args[0]
     graph.output(tuple(values[n] for n in results))
+    for mark, nodes in writer.firsts.values():
+        _refuse_leaks(mark, nodes)
+        _unmark(mark)
     return graph
 
 
+def _refuse_leaks(mark: fx.Node, nodes: list[fx.Node]) -> None:
+    """Refuse a layer of which others are to be copies, and of which more is used than what it returns."""
+    inside = {mark, *nodes}
+    outside = {user for node in nodes for user in node.users} - inside
+    if outside & reached([mark.graph.output_node()], lambda n: n.all_input_nodes):
+        raise LayersDifferError
+
+
+def _layer_nodes(mark: fx.Node) -> list[fx.Node]:
+    """The nodes of a first layer in order: those between what is around it and its results, and what was made
+    of these so far."""
+    around, results = (set(nodes) for nodes in mark.args[1:])  # type: ignore[arg-type]
+    inside = reached(results - around, lambda n: [a for a in n.all_input_nodes if a not in around])
+    nodes = []
+    for node in mark.graph.nodes:
+        if node is not mark and not inside.isdisjoint((node, *node.all_input_nodes)):
+            inside.add(node)
+            nodes.append(node)
+    if any(n.op != "call_function" or not inside.union(around).issuperset(n.all_input_nodes) for n in nodes):
+        raise LayersDifferError
+    return nodes
+
+
 class _Writer:
-    """Writes the calls of graph modules into one graph."""
+    """Writes the calls of graph modules into one graph; ``firsts`` are the layers that others repeat, by
+    number, with their nodes."""
 
     def __init__(self, graph: fx.Graph, became: dict[str, tuple[list[fx.Node], Any]]) -> None:
         self._graph = graph
         self._became = became
+        self.firsts: dict[int, tuple[fx.Node, list[fx.Node]]] = {}
 
     def write(self, owner: fx.GraphModule, values: _Values) -> None:
         """Add what a graph module calls; ``values`` holds its inputs and takes what its nodes became."""
@@ -462,6 +519,8 @@ class _Writer:
                 values[node] = self._inline(*_region(owner, node), values.__getitem__)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], (list, tuple)):
                 values[node] = values[node.args[0]][node.args[1]]
+            elif node.target is LAYER:
+                values[node] = self._layer(node, fx.map_arg(node.args, values.__getitem__))
             elif node.target is not operator.getitem and _is_composite(node.target):
                 values[node] = self._expand(node, values)
             else:
@@ -494,12 +553,47 @@ class _Writer:
 
         return pytree.tree_map(put, results)
 
+    def _layer(self, mark: fx.Node, args: Any) -> Any:
+        """Mark the first layer of a kind; write it again, around other tensors, for each other one."""
+        number, around, results = args
+        if number not in self.firsts:
+            own = self._graph.create_node("call_function", LAYER, args, name=f"first_layer_{number}")
+            own.meta = dict(mark.meta)
+            self.firsts[number] = own, _layer_nodes(own)
+            items = []
+            for i, result in enumerate(results):
+                items.append(self._graph.create_node(
+                    "call_function", operator.getitem, (own, i), name=f"{own.name}_result"
+                ))  # fmt: skip
+                items[-1].meta = dict(result.meta)
+            return items
+        first, nodes = self.firsts[number]
+        copies = dict(zip(first.args[1], around, strict=True))  # type: ignore[arg-type]
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+            if node.all_input_nodes:
+                fresh = _value(node, args, kwargs)
+            else:
+                fresh = pytree.tree_map_only(Tensor, _like, node.meta["val"])
+            copies[node] = self._put(node.target, args, kwargs, node.meta | {"val": fresh})
+            copies[node].meta["nn_module_stack"] = _renamed_stack(node, first, mark)
+        return [copies[r] for r in results]
+
     def _put(self, target: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
         name = self._graph._target_to_str(packet.__name__)
         node = self._graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta = dict(meta)
         return node
+
+
+def _renamed_stack(node: fx.Node, first: fx.Node, mark: fx.Node) -> dict[str, tuple[str, Any]]:
+    """The modules around a copy of a node of the first layer in the layer of ``mark``."""
+    outer, own = (list(n.meta["nn_module_stack"].items()) for n in (first, mark))
+    (key, (path, _)), (own_key, (own_path, _)) = outer[-1], own[-1]
+    inner = list(node.meta["nn_module_stack"].items())[len(outer) :]
+    renamed = [(k.replace(key, own_key, 1), (p.replace(path, own_path, 1), kind)) for k, (p, kind) in inner]
+    return dict(own + renamed)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -556,14 +650,14 @@ class _Forward(nn.Module):
     or the tensors of what ``outputs`` returns.
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding, ``of_ones`` that no attention needs one. ``returned`` is what a
-    function of the user's was given. ``leaves`` are the batch's for real, where ``host`` is to make what is
-    needed of their values.
+    causal attention gets no mask of padding, ``of_ones`` that no attention needs one; ``repeats`` that equal
+    layers may be traced once. ``returned`` is what a function of the user's was given. ``leaves`` are the
+    batch's for real, where ``host`` is to make what is needed of their values.
     """
 
     structure: Structure
     returned: Returned | None = None
-    outside = of_ones = False
+    outside = of_ones = repeats = False
     leaves: list[Any] | None = None
     host: HostValues | None = None
     _loss_fn: LossFn | None
@@ -602,8 +696,12 @@ class _Forward(nn.Module):
                 function = self._outputs or self._loss_fn
                 taken, named, rest = divide(self.model, args, kwargs, function)
             padding = kwargs.get("attention_mask") if self.leaves_out else None
+            layers = RepeatedLayers(self.model, rng).patches() if self.repeats else ()
             of_ones = self.of_ones
-            with our_operators(self.model, rng, positions_given=given, padding=padding, of_ones=of_ones):
+            with (
+                our_operators(self.model, rng, positions_given=given, padding=padding, of_ones=of_ones),
+                replaced(layers),
+            ):
                 if isinstance(self._outputs, LossCut):
                     return self._outputs.forward(self.model, taken, named)
                 outputs = self.model(*taken, **named)
@@ -652,9 +750,32 @@ def capture(
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
     """
     define_grouped_gradient()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     if trained is None:
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    options = (loss_fn, evaluate, outputs, padded_right, hides_nothing, reads_values)
+    if not reads_values:
+        with suppress(LayersDifferError):
+            return _captured(model, args, kwargs, forms, trained, *options, repeats=True)
+    return _captured(model, args, kwargs, forms, trained, *options, repeats=False)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forms: Mapping[str, Form],
+    trained: Collection[str],
+    loss_fn: LossFn | None,
+    evaluate: bool,
+    outputs: OutputsFn | None,
+    padded_right: bool,
+    hides_nothing: bool,
+    reads_values: bool,
+    *,
+    repeats: bool,
+) -> Captured:
+    """Trace a model of which a copy is made, whose equal layers may be traced once."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = fake_copy(model, forms, mode, trained)
     if evaluate:
         copied.eval().requires_grad_(False)
@@ -662,6 +783,7 @@ def capture(
     _no_draws(copied)
     effects = Effects()
     forward = _Forward(copied, loss_fn, outputs, effects)
+    forward.repeats = repeats
     vars(forward)["leaves"] = pytree.tree_leaves((args, kwargs)) if reads_values else None
     with mode:
         rng = torch.zeros(2, dtype=torch.int64)
