@@ -39,18 +39,18 @@ class LayersDifferError(BaseException):
     """What was taken for equal layers is none; no error of the model, whose own handlers must not take it."""
 
 
-@torch.library.custom_op("megacompile::layer", mutates_args=())
-def layer(number: int, around: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+@torch.library.custom_op("megacompile::repeated_layer", mutates_args=())
+def repeated_layer(number: int, around: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
     """Mark what a layer returns: ``results`` of the first of a kind, computed from ``around``; never runs."""
     raise NotImplementedError
 
 
-@layer.register_fake
+@repeated_layer.register_fake
 def _(number: int, around: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
 
 
-LAYER = torch.ops.megacompile.layer.default
+LAYER = torch.ops.megacompile.repeated_layer.default
 
 
 def _is_wrapper(x: Tensor) -> bool:
