@@ -107,7 +107,8 @@ def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[st
     if padded.get("attention_mask") is None:
         padded["attention_mask"] = torch.ones_like(ids)
     for name, value in padded.items():
-        if isinstance(value, Tensor) and value.shape == ids.shape:
+        of_several = name == "position_ids"  # rows and columns of images beside the place in the text
+        if isinstance(value, Tensor) and ids.shape in (value.shape, value.shape[-2:] if of_several else None):
             wide = value.dtype is torch.int64 and name in own
             padding = _PADDING.get(name, IGNORED if wide else 0 if name in own else pad_token)
             padded[name] = nn.functional.pad(value, (0, missing), value=padding)

@@ -125,6 +125,11 @@ class NamedRows:
 
     collate: Callable[[list[Any]], Any]
 
+    @property
+    def processor(self) -> Any:
+        """The processor of the collator."""
+        return getattr(self.collate, "processor", None)
+
     def __call__(self, rows: list[Any]) -> Any:
         names = [getattr(image, "filename", "") for row in rows for image in named_images(row)]
         try:

@@ -273,13 +273,36 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
         **_model(ours, model_config, arguments, images),
     )
     if images:
-        trainer.data_collator = NamedRows(trainer.data_collator)
+        trainer.data_collator = _collator_of_images(trainer)
     if ours.sample_prompts:
         path = Path(arguments.output_dir) / "samples.jsonl"
         trainer.add_callback(Samples(trainer, ours.sample_prompts, ours.sample_tokens, path))
     if not arguments.push_to_hub:  # of a folder's model TRL's card says None
         trainer.create_model_card = lambda *args, **kwargs: None
     return trainer
+
+
+def _collator_of_images(trainer: Any) -> Any:
+    """Return the trainer's collator; of images of several sizes, where the model takes these by grids, one
+    that fills batches up to few shapes."""
+    from megacompile.integrations.image_buckets import BucketCollator, measure
+
+    collator, rows = NamedRows(trainer.data_collator), trainer.args.per_device_train_batch_size
+    if "image_grid_thw" not in getattr(collator.processor, "model_input_names", ()):
+        return collator
+    data = [of for of in (trainer.train_dataset, trainer.eval_dataset) if of is not None]
+    sizes = [size for of in data for size in measure(collator, of)]
+    if len(set(sizes)) == 1:
+        return collator
+    if trainer.args.per_device_eval_batch_size > rows:
+        raise MegacompileError(
+            "per_device_eval_batch_size is larger than per_device_train_batch_size, and batches of images "
+            "are filled up to the shapes of training: give the same for both."
+        )
+    filled = BucketCollator(collator, trainer.model.config, sizes, batch_size=rows)
+    if find_ranks().rank == 0:
+        print(f"images    {filled}".replace("\n", "\n          "))
+    return filled
 
 
 def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:

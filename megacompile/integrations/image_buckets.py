@@ -115,7 +115,8 @@ class BucketCollator:
 
     It calls ``collator``, and fills what that returns up to the cheapest bucket with room for it. At most
     ``programs`` buckets are chosen so that random batches of ``batch_size`` need the least filler; any batch
-    of these ``sizes`` (see :func:`measure`) has room in the largest. ``config`` is the model's. ``str()``
+    of these ``sizes`` (see :func:`measure`) has room in the largest. They begin with those of the data that
+    is trained on. ``config`` is the model's. ``str()``
     says how many programs an epoch needs, and how much of it is filler.
     """
 
@@ -131,6 +132,7 @@ class BucketCollator:
         if not sizes:
             raise MegacompileError("There is no example to choose buckets for: give the sizes of all.")
         self._collator, self._fill = collator, _Fill.of(config, batch_size)
+        self._sizes = list(sizes)
         self._batches = list(itertools.islice(_random_batches(sizes, batch_size), _BATCHES))
         self.buckets = _chosen(self._fill, self._batches, sizes, programs)
 
@@ -139,6 +141,16 @@ class BucketCollator:
         batch = self._collator(examples)
         rows = _rows(batch, self._fill)
         return _filled(batch, rows, *self.place(rows), self._fill)
+
+    def largest(self, dataset: Any) -> dict[str, Any]:
+        """Return a batch of the largest bucket, made of one of the examples that were measured."""
+        bucket = self.buckets[-1]
+        number = next(i for i, size in enumerate(self._sizes) if bool(size.grids) == bool(bucket.images))
+        batch = self._collator([dataset[number]])
+        rows = _rows(batch, self._fill)
+        filler = self._fill.images_of_zeros(rows, bucket)
+        assert filler is not None, "an example has room in the largest bucket"
+        return _filled(batch, rows, bucket, filler, self._fill)
 
     def place(self, rows: Sequence[Sizes]) -> tuple[Bucket, list[list[Grid]]]:
         """Return the bucket of a batch, and the images of zeros that come at the end of each row."""
@@ -157,8 +169,9 @@ class BucketCollator:
         real = sum(row.tokens for batch in self._batches for row in batch)
         patches = sum(math.prod(grid) for batch in self._batches for row in batch for grid in row.grids)
         padded = sum(len(batch) * max(row.tokens for row in batch) for batch in self._batches)
+        used = sum(map(bool, counts.values()))
         text = (
-            f"{sum(map(bool, counts.values()))} programs, at most {len(self.buckets)}; "
+            f"{used} program{'s' * (used != 1)}, at most {len(self.buckets)}; "
             f"{_rest(patches, sum(b.patches for b in places))} of patches and "
             f"{_rest(real, sum(b.rows * b.tokens for b in places))} of tokens are filler "
             f"({_rest(real, padded)} where rows are padded to the longest of their batch)."

@@ -477,6 +477,8 @@ class Mixin(Saving, Updates, Evaluation):
         full = loader.collate_fn(list(longest_rows(data, rows)))
         if longest_row(data) is not None:
             yield "training on the longest rows", [full] * steps
+        if (largest := getattr(self.data_collator, "largest", None)) is not None:
+            yield "training on the largest images", [largest(data)] * steps
         last = len(loader) % steps or steps
         if (short or last < steps) and updates >= -(-len(loader) // steps):
             end = [loader.collate_fn(list(longest_rows(data, short)))] if short else [full]

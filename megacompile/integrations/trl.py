@@ -260,12 +260,15 @@ class TokenModel(OutsideModel):
         if not fused_lm_head:
             batch = as_long_as_others(self._programmed(), batch)
             return self._laid_out(batch).predict(batch)
-        length, batch = batch["input_ids"].shape[1], self._padded(batch)
+        length = batch["input_ids"].shape[1]
+        few = hasattr(self._trainer.data_collator, "buckets")  # whose batches are of few lengths already
+        if not few:
+            batch = self._padded(batch)
         if trained:
             outputs = self._awaited(batch)
         else:
-            longest = longest_of(self._programmed(), batch["input_ids"].shape[1])
-            batch = _lengthened(batch, longest)
+            if not few:
+                batch = _lengthened(batch, longest_of(self._programmed(), batch["input_ids"].shape[1]))
             outputs = self._laid_out(batch).predict(batch, outputs=self.outputs(self._trainer))
         kept = virtual_tokens(self._model) + length - 1
         return FusedCausalLMOutput(**{n: v[:, :kept] if v.dim() == 2 else v for n, v in outputs.items()})

@@ -16,6 +16,7 @@ from torch import nn
 from megacompile.cli.main import main
 from megacompile.cli.train import as_messages
 from megacompile.errors import MegacompileError
+from megacompile.integrations.image_buckets import BucketCollator, measure
 from megacompile.integrations.transformers import Trainer
 from tests.support import images
 from tests.support.models import build
@@ -111,6 +112,32 @@ def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(make: Maker, tmp_pat
     again.train(resume_from_checkpoint=str(checkpoint))
     for name, value in again.program.state_dict().items():
         assert torch.equal(value, values[name]), name
+
+
+SEVERAL = ((60, 40), (112, 56), (56, 56), (56, 112), (80, 40))  # of 4 to 8 image tokens
+
+
+def test_images_of_several_sizes_on_few_programs_log_what_trl_does(tmp_path: Path) -> None:
+    """The collator that fills batches up to few shapes; another count of tokens is all that it changes."""
+    trainers = []
+    for kind in (ours.SFTTrainer, trl.SFTTrainer):
+        trainer = sft(kind, tmp_path / kind.__module__, images.qwen3_vl, save_strategy="no", max_steps=4)
+        paths = images.files(tmp_path / kind.__module__ / "images", 5, SEVERAL)
+        rows = {"messages": images.chats(5), "images": [[str(path)] for path in paths]}
+        data = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
+        trainer.train_dataset, trainer.eval_dataset = data.select(range(3)), data.select(range(3, 5))
+        trainers.append(trainer)
+    mine, theirs = trainers
+    inner, config = mine.data_collator, mine.model.config
+    sizes = [*measure(inner, mine.train_dataset), *measure(inner, mine.eval_dataset)]
+    mine.data_collator = BucketCollator(inner, config, sizes, batch_size=2, programs=2)
+    for trainer in trainers:
+        trainer.train()
+    assert mine.program._session.compiler.programs <= 4  # as many to evaluate
+    assert len(logs(mine)) == len(logs(theirs)) > 4
+    for found, wanted in zip(logs(mine), logs(theirs), strict=True):
+        counts = {key: wanted[key] for key in found if "num_tokens" in key or key == "total_flos"}
+        assert found | counts == pytest.approx(wanted, rel=2e-6, abs=5e-6)
 
 
 def plain(kind: Any, folder: Path) -> Any:
@@ -222,6 +249,20 @@ def test_the_command_trains_on_rows_that_name_images(
     assert len(Path("out/samples.jsonl").read_text().splitlines()) == 1
     assert main(["export", "out", "exported", "--dtype=bfloat16"]) == 0
     assert transformers.AutoProcessor.from_pretrained("exported").image_seq_length == 4
+
+
+def test_the_command_fills_batches_of_several_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says how many programs that makes, and plans the largest."""
+    monkeypatch.chdir(filled(tmp_path, SHAREGPT, images.qwen3_vl))
+    images.files(Path("data/images"), 6, SEVERAL)
+    assert main(["train", "config.yaml", *FLAGS, "--dry_run=true"]) == 0, capsys.readouterr().err
+    looked = capsys.readouterr().out
+    assert "at most 2" in looked and "tokens are filler" in looked
+    assert "training on the largest images" in looked and "FITS" in looked
+    assert main(["train", "config.yaml", *FLAGS, "--per_device_eval_batch_size=3"]) == 2
+    assert "give the same for both" in capsys.readouterr().err
 
 
 def test_what_is_wrong_with_rows_of_images_is_said(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def gemma3() -> tuple[nn.Module, Any]:
     return model, transformers.Gemma3Processor(shown, characters, template, image_seq_length=4)
 
 
-def files(folder: Path, count: int) -> list[Path]:
-    """PNG and JPEG files in turn, wider and higher ones."""
+def files(folder: Path, count: int, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Path]:
+    """PNG and JPEG files in turn, of these sizes in turn."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for i in range(count):
-        width, height = SIZES[i % len(SIZES)]
+        width, height = sizes[i % len(sizes)]
         image = Image.frombytes("RGB", (width, height), random.Random(i).randbytes(3 * width * height))
         paths.append(folder / f"{i}.{('png', 'jpg')[i % 2]}")
         image.save(paths[-1])

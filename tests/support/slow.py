@@ -15,6 +15,7 @@ SLOW = (
     r"test_coded_weights\.py::test_training_is_that_of_the_library\[(torchao int8, groups|torchao float8)",
     r"test_coded_weights\.py::test_values_come_back\w+\[(not nested|torchao)",
     r"test_image_training\.py::test_sft_on_images\w+\[qwen3_vl",
+    r"test_image_training\.py::test_images_of_several_sizes",
     r"test_policy_trainers\.py::test_grpo_logs_what_trl_does\[(dapo|entropy|sequence|truncated)",
     r"test_policy_trainers\.py::test_adapters_log_what_trl_does",
     r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
