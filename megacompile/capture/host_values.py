@@ -231,7 +231,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _outside_tracing() -> Iterator[None]:
+def outside_tracing() -> Iterator[None]:
     """Within the context torch computes for real, as it does in an eager run."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
@@ -379,7 +379,7 @@ class HostValues(TorchFunctionMode):
         """Within the context calls are beside the trace."""
         self._inside = True
         try:
-            with _outside_tracing():
+            with outside_tracing():
                 yield
         finally:
             self._inside = False
@@ -427,7 +427,7 @@ class HostValues(TorchFunctionMode):
 
     def _twin(self, of: Tensor) -> Tensor:
         shape, stride = tuple(of.shape), of.stride()
-        with _outside_tracing(), self._twins:
+        with outside_tracing(), self._twins:
             return torch.empty_strided(shape, stride, dtype=of.dtype)
 
     def _replaced(self, tree: Any, by: Callable[[_Known], Any]) -> Any:
@@ -477,7 +477,7 @@ class HostValues(TorchFunctionMode):
                 needed |= earlier.reads
                 pending.append(earlier)
         for each in reversed(pending):
-            with _outside_tracing():
+            with outside_tracing():
                 result = each.run(self._values)
             self._values.update(zip(each.results, _tensors(result), strict=True))
             each.made = True
@@ -521,7 +521,7 @@ class HostValues(TorchFunctionMode):
         if not real.numel():
             traced = torch.zeros(real.shape, dtype=real.dtype)
         else:
-            with _outside_tracing():
+            with outside_tracing():
                 real = real.detach()  # an object of its own, by which it is known again
             proxy_mode = get_proxy_mode()
             assert proxy_mode is not None

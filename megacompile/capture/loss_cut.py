@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.host_values import _outside_tracing
+from megacompile.capture.host_values import outside_tracing
 from megacompile.capture.patches import Patch, replaced
 from megacompile.capture.refusals import none_refused
 from megacompile.errors import CaptureError, UntraceableError
@@ -108,7 +108,7 @@ class LossCut:
             filling = 0.5 if x.is_floating_point() else 0
             return torch.full(tuple(x.shape), filling, dtype=x.dtype)
 
-        with _outside_tracing(), none_refused():
+        with outside_tracing(), none_refused():
             real_args, real_kwargs = pytree.tree_map_only(Tensor, like, (args, kwargs))
             result = _called(function, real_args, real_kwargs, self.example)
         made = pytree.tree_map_only(Tensor, lambda x: torch.zeros(tuple(x.shape), dtype=x.dtype), result)
