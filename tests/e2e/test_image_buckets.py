@@ -60,6 +60,7 @@ def test_an_epoch_needs_as_many_programs_as_were_said(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Compiling another program")
+@pytest.mark.nightly
 def test_an_epoch_of_natural_images_needs_few_programs() -> None:
     """200 rows, whose images are resized to at most 16 image tokens, in windows of four."""
     torch.manual_seed(0)
