@@ -96,7 +96,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
     import torch
 
     import megacompile
-    from megacompile.state.arena import resident_peak_bytes
+    from megacompile.state.host_arena import resident_peak_bytes
 
     model, batch = _model(size)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

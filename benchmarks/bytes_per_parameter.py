@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import machine_line
-from megacompile.state.arena import resident_bytes, trim_heap
+from megacompile.state.host_arena import resident_bytes, trim_heap
 from megacompile.state.moment_formats import StateFormat
 
 WAYS = {"streamed": (None, 1), "clipped": (1.0, 1), "accumulated": (1.0, 2)}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacompile.kernels
-from megacompile.graph.head_patterns import workspace_bytes
+from megacompile.graph.lm_head_patterns import workspace_bytes
 from megacompile.hardware.catalog import load_machine
 
 WIDTH, VOCABULARY = 4096, 128256

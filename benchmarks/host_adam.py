@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step, torch_fused
-from megacompile.state.arena import HostArena, padded
+from megacompile.state.host_arena import HostArena, padded
 from megacompile.state.moment_formats import CODINGS, Coded, coded_adamw_step, encode
 
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.01, step=10)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.report import machine_line
 from megacompile.api.pipeline import Frontend
+from megacompile.blocks.block_functions import Boxed
 from megacompile.blocks.chunk_loops import two_lengths
-from megacompile.blocks.functions import Boxed
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import PolicyFunctions, _Cutter

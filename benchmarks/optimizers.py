@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import group_arrays
 from megacompile.state.optimizer import form_of, hypers
+from megacompile.state.torch_optimizer import Foreign
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, Adam: the C kernel": ("torch.optim.AdamW", {}),

@@ -29,7 +29,7 @@ from megacompile.hardware.machine import Machine
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
-from megacompile.state.arena import trim_heap
+from megacompile.state.host_arena import trim_heap
 
 
 def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:

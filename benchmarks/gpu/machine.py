@@ -123,7 +123,7 @@ def _page_lock_in_place(nbytes: int) -> dict[str, Any]:
     import torch
 
     from megacompile.runtime.pinned_memory import page_lock, page_unlock
-    from megacompile.state.arena import HostArena
+    from megacompile.state.host_arena import HostArena
 
     arena = HostArena(4 * nbytes)
     arena.tensor.fill_(1)
@@ -215,7 +215,7 @@ def rates(to: Recorder, nbytes: int) -> None:
 
     from megacompile.hardware.catalog import keep_profile
     from megacompile.hardware.measure import describe, profile
-    from megacompile.state.arena import HostArena
+    from megacompile.state.host_arena import HostArena
 
     threads = torch.get_num_threads()
     with to.finding("first touch of host memory, s per GiB") as finding:

@@ -20,9 +20,9 @@ from megacompile.api.program import Program
 from megacompile.api.session import Session
 from megacompile.api.settings import Settings, room_of
 from megacompile.blocks.inductor import check_compiler
-from megacompile.capture.coded_weights import is_coded, rounds_inputs, settle, why_not_coded
 from megacompile.capture.fingerprint import refuse_gradient_hooks
 from megacompile.capture.module_wrappers import unwrapped
+from megacompile.capture.quantized_weights import is_coded, rounds_inputs, settle, why_not_coded
 from megacompile.distributed.ranks import find_ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
@@ -32,13 +32,13 @@ from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.call_context import naming_failures
 from megacompile.runtime.triton_check import check_triton
 from megacompile.schedule.plan import Plan
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.master_layout import is_dense
 from megacompile.state.masters import Weights
 from megacompile.state.model_values import is_owned, reclaim
 from megacompile.state.moment_formats import StateFormat, check_format
 from megacompile.state.nvme import check_directories
 from megacompile.state.optimizer import adopt, form_of, updates_like_adamw
+from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 if TYPE_CHECKING:

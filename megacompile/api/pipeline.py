@@ -25,8 +25,8 @@ from megacompile.blocks.partition import Partition, Template, partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.capture.batch import Batch, LossFn
-from megacompile.capture.coded_weights import stored_shape
 from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import capture
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
@@ -49,10 +49,10 @@ from megacompile.report.schedule import Schedule
 from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import Proof, verify
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.host_budget import StatePlacement, host_states, storage_window
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of
+from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
 from megacompile.api.rollout import DeviceWeights, Rollout
 from megacompile.api.session import LossOfOutputs, Session
-from megacompile.blocks.functions import BlockFunction
+from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.partition import Template
@@ -52,7 +52,6 @@ from megacompile.runtime.call_context import alone, exclusive
 from megacompile.runtime.step_results import Memory, StepOutput, StepResults
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Workload
-from megacompile.state.arena import resident_peak_bytes, trim_heap
 from megacompile.state.checkpoint import (
     BackgroundSave,
     Checkpoint,
@@ -61,6 +60,7 @@ from megacompile.state.checkpoint import (
     checked_folder,
     save_checkpoint,
 )
+from megacompile.state.host_arena import resident_peak_bytes, trim_heap
 from megacompile.state.masters import HostState, Snapshot
 from megacompile.state.model_export import describe, export_model
 from megacompile.state.model_values import Lending

@@ -28,8 +28,8 @@ from megacompile.api.rollout_forecast import (
     weight_bytes,
 )
 from megacompile.api.session import Session
-from megacompile.capture.coded_weights import forward, is_marked, stored_shape
 from megacompile.capture.fingerprint import copy_around, parameter_forms, tensors_of
+from megacompile.capture.quantized_weights import forward, is_marked, stored_shape
 from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
 from megacompile.runtime.device import Device
 from megacompile.units import format_bytes

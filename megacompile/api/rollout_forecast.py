@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.blocks.costs import flops_of
 from megacompile.blocks.memory_meter import StorageMeter, tensors_of
-from megacompile.capture.coded_weights import forward, is_marked, stored_shape
 from megacompile.capture.fingerprint import Form, fake_copy
+from megacompile.capture.quantized_weights import forward, is_marked, stored_shape
 from megacompile.hardware.catalog import LAUNCH_SECONDS
 from megacompile.hardware.machine import Machine
 from megacompile.units import format_bytes, format_seconds

@@ -37,11 +37,11 @@ from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
 from megacompile.state.checkpoint import BackgroundSave, RunProgress, read_manifest
-from megacompile.state.foreign_optimizer import Foreign, GroupSettings, members_of
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers
+from megacompile.state.torch_optimizer import Foreign, GroupSettings, members_of
 from megacompile.units import format_bytes, format_seconds
 
 # ------------------------------------------------------------------------------------------------------------

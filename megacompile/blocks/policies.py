@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.blocks.block_functions import BlockFunction, block_function, fused
 from megacompile.blocks.chunk_loops import fitting_chunk, length_of, two_lengths
 from megacompile.blocks.codegen import identifier
 from megacompile.blocks.costs import ATTENTION, is_heavy
-from megacompile.blocks.functions import BlockFunction, block_function, fused
 from megacompile.blocks.joint_graph import (
     Joint,
     Ref,

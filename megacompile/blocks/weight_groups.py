@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.blocks.functions import BlockFunction
+from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.schedule.workload import (

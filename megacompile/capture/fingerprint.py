@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as global_hooks
 
-from megacompile.capture.coded_weights import coding_of, mark, settle, stored_shape
 from megacompile.capture.module_wrappers import uncompiled
+from megacompile.capture.quantized_weights import coding_of, mark, settle, stored_shape
 from megacompile.errors import MegacompileError
 
 # ------------------------------------------------------------------------------------------------------------

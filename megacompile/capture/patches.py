@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megacompile.capture import changed_buffers, coded_weights, own_gradients, refusals, replacements
+from megacompile.capture import changed_buffers, own_gradients, quantized_weights, refusals, replacements
 from megacompile.capture.refusals import refused
 from megacompile.errors import CaptureError, UntraceableError
 
@@ -490,8 +490,8 @@ def _of_transformers(
 
 
 def _of_coded_weights(model: nn.Module) -> Iterator[Patch]:
-    for kind in {type(module) for module in model.modules() if coded_weights.is_marked(module)}:
-        yield Patch(kind, "forward", coded_weights.forward, "its weight is decoded where it is read")
+    for kind in {type(module) for module in model.modules() if quantized_weights.is_marked(module)}:
+        yield Patch(kind, "forward", quantized_weights.forward, "its weight is decoded where it is read")
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def _page_locking() -> str:
     if not torch.cuda.is_available():
         return ""
     from megacompile.runtime.pinned_memory import PIECE_BYTES, PIECES, page_lock, page_unlock
-    from megacompile.state.arena import HostArena
+    from megacompile.state.host_arena import HostArena
 
     probe = HostArena(_PROBE).tensor
     pieces, code = page_lock(probe)

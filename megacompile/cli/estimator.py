@@ -43,9 +43,9 @@ from megacompile.schedule.op_table import COMPUTES, STREAMS, Stream
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import BlockWork, Call, KernelWork, Workload
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.host_budget import HostBytes, host_bytes, step_bytes
 from megacompile.state.moment_formats import Form
+from megacompile.state.torch_optimizer import Foreign
 
 # ------------------------------------------------------------------------------------------------------------
 # FLOPs of a workload: those that a graph could not count, and functions of all blocks changed alike.

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megacompile.api.pretrained import auto_class
-from megacompile.capture.coded_weights import BlockCoding, RowCoding, WeightCoding, plan_as
+from megacompile.capture.quantized_weights import BlockCoding, RowCoding, WeightCoding, plan_as
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import parse_json
-from megacompile.state.foreign_optimizer import Several
+from megacompile.state.torch_optimizer import Several
 
 # ------------------------------------------------------------------------------------------------------------
 # Presets: geometries of published models, as fields of transformers configs.

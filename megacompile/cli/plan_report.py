@@ -20,8 +20,8 @@ from megacompile.planner.nvme_placement import describe_traffic
 from megacompile.report.plots import canvas, save
 from megacompile.schedule.op_table import STREAMS
 from megacompile.schedule.plan import plan_table
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.moment_formats import CODINGS, state_bytes
+from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes, format_count, format_hours, format_seconds
 
 if TYPE_CHECKING:

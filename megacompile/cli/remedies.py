@@ -13,9 +13,9 @@ from megacompile.planner.min_feasible_budget import least_alike
 from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.schedule.workload import Call, Workload
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.moment_formats import Form, StateFormat
+from megacompile.state.torch_optimizer import Foreign
 
 # ------------------------------------------------------------------------------------------------------------
 # The largest batch and the longest sequences that fit the device: about, or exactly.

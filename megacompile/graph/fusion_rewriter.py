@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from megacompile.errors import MegacompileError
-from megacompile.graph import glu_patterns, head_patterns, norm_patterns
+from megacompile.graph import glu_patterns, lm_head_patterns, norm_patterns
 from megacompile.graph.captured import Captured, module_path
-from megacompile.graph.head_patterns import narrow
+from megacompile.graph.lm_head_patterns import narrow
 from megacompile.graph.numeric_check import disagreement, signature
 from megacompile.graph.pattern_tools import (
     Emitter,
@@ -118,7 +118,7 @@ PATTERNS: dict[str, Pattern] = (
     | norm_patterns.QK_NORM_PATTERNS
     | glu_patterns.GLU_PATTERNS
     | glu_patterns.EXPERT_PATTERNS
-    | head_patterns.PATTERNS
+    | lm_head_patterns.PATTERNS
 )
 
 

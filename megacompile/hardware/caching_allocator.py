@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megacompile.blocks.functions import Asked, BlockFunction
+from megacompile.blocks.block_functions import Asked, BlockFunction
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.partition import Block, Partition
 from megacompile.blocks.policies import DifferentiatedTemplate

@@ -198,7 +198,7 @@ def copy_bandwidth(elements: int = 4 << 20) -> float:
 def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
     """Bytes per second of host memory that an Adam step moves, at 28 per parameter, in memory of its kind."""
     from megacompile.state.adam import AdamHyper, adamw_step
-    from megacompile.state.arena import HostArena, padded
+    from megacompile.state.host_arena import HostArena, padded
 
     dtypes = torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.float32
     arena = HostArena(sum(padded(dtype.itemsize * elements) for dtype in dtypes))

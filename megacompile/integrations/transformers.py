@@ -42,10 +42,10 @@ from megacompile.integrations.training_arguments import (
 )
 from megacompile.report.schedule import Schedule
 from megacompile.runtime.step_results import StepOutput
-from megacompile.state.foreign_optimizer import Several
 from megacompile.state.masters import Weights
 from megacompile.state.model_values import Lending, is_owned
 from megacompile.state.moment_formats import StateFormat
+from megacompile.state.torch_optimizer import Several
 
 # ------------------------------------------------------------------------------------------------------------
 # The optimizer that a trainer sees: settings and schedule as it knows them, updates by the program.

@@ -24,8 +24,8 @@ from megacompile.planner.plan_evaluator import Planned
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import GroupWork, Workload
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.moment_formats import Form, group_arrays
+from megacompile.state.torch_optimizer import Foreign
 
 
 def with_state(assembly: Assembly, form: Form) -> Assembly:

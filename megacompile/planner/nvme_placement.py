@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megacompile.blocks.weight_groups import GroupLayout
 from megacompile.schedule.plan import Plan
 from megacompile.schedule.step import Step, offloads, spilled_bytes
-from megacompile.state.arena import padded
+from megacompile.state.host_arena import padded
 from megacompile.state.host_budget import (
     GroupPlace,
     buffer_bytes,

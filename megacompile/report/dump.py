@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.codegen import function_source
 from megacompile.blocks.costs import Calls, KernelCall, total
-from megacompile.blocks.functions import BlockFunction
 from megacompile.json_codec import to_plain
 from megacompile.passes import PASSES
 from megacompile.report.chrome_trace import chrome_trace

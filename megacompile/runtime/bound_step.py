@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.blocks.functions import BlockFunction, Boxed
+from megacompile.blocks.block_functions import BlockFunction, Boxed
 from megacompile.blocks.partition import Block, Partition
 from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.blocks.weight_groups import Assembly

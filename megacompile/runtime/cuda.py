@@ -22,7 +22,7 @@ from megacompile.runtime.device import Device, Trace
 from megacompile.runtime.pinned_memory import Staging, flat_bytes
 from megacompile.schedule.step import Event, Step
 from megacompile.state.adam import AdamHyper
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 from megacompile.state.master_layout import add_gradients, is_dense, slot_view
 from megacompile.state.masters import HostState
 from megacompile.units import update_threads, usable_cores

@@ -20,7 +20,7 @@ from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.device import Device
 from megacompile.schedule.op_table import Offloaded, Ring, Spill, Token
 from megacompile.schedule.step import Step, offload_buffers, offloads
-from megacompile.state.arena import HostArena, Room, padded
+from megacompile.state.host_arena import HostArena, Room, padded
 from megacompile.state.nvme import Storage
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacompile.errors import ProgramError
 from megacompile.state.adam import AdamHyper
-from megacompile.state.foreign_optimizer import GroupSettings
+from megacompile.state.torch_optimizer import GroupSettings
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:

@@ -38,11 +38,11 @@ from megacompile.schedule.op_table import (
 from megacompile.schedule.step import Event
 from megacompile.state import muon
 from megacompile.state.adam import AdamHyper
-from megacompile.state.foreign_optimizer import Foreign, GroupSettings, part_of
+from megacompile.state.embedding_rows import add_rows, gather_rows
 from megacompile.state.host_budget import Offload
 from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
-from megacompile.state.table_rows import add_rows, gather_rows
+from megacompile.state.torch_optimizer import Foreign, GroupSettings, part_of
 
 # ------------------------------------------------------------------------------------------------------------
 # Progress: how far the updates of each step are, so that a fault tells whether the state is inconsistent.

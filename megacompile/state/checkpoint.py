@@ -25,11 +25,11 @@ from megacompile.distributed.world import World
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.state.atomic_folder import recover, replacing, sync
-from megacompile.state.foreign_optimizer import Foreign
 from megacompile.state.master_layout import own_part
 from megacompile.state.masters import HostState, Snapshot, rounding_error, shapes_of
 from megacompile.state.moment_formats import CODINGS, Form, array_range, is_coded
 from megacompile.state.safetensors_io import DTYPES, checksum, open_shard, paced, save_shard
+from megacompile.state.torch_optimizer import Foreign
 
 # ------------------------------------------------------------------------------------------------------------
 # Which parameters a checkpoint holds and where a program's parameters lie in them.

@@ -14,10 +14,10 @@ from megacompile.errors import StorageError
 from megacompile.schedule.plan import Plan
 from megacompile.schedule.step import Step, kept_gradients, offload_buffers, offloads
 from megacompile.schedule.workload import Workload
-from megacompile.state.arena import HostArena, padded
-from megacompile.state.foreign_optimizer import Foreign
+from megacompile.state.host_arena import HostArena, padded
 from megacompile.state.moment_formats import FlatArray, Form, group_arrays
 from megacompile.state.nvme import Storage
+from megacompile.state.torch_optimizer import Foreign
 
 # ------------------------------------------------------------------------------------------------------------
 # State on NVMe: what of each weight group lives there, and the host window that it passes through.
@@ -215,7 +215,7 @@ class Offload:
 # In:  the layout of the weight groups, a state format, a plan and its step. Out: :class:`HostBytes`, by kind.
 # The search, the error messages, the reports and the arena all count by it, so for a plan that fits a host
 # budget to the byte memory is found. Every buffer takes whole pages
-# (:func:`~megacompile.state.arena.padded`).
+# (:func:`~megacompile.state.host_arena.padded`).
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.blocks.weight_groups import GroupLayout, Slot, padded_elements
-from megacompile.capture.coded_weights import coding_of
+from megacompile.capture.quantized_weights import coding_of
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.state import adam
-from megacompile.state.arena import HostArena, Room, padded
-from megacompile.state.foreign_optimizer import Foreign, GroupSettings, Numbers
+from megacompile.state.host_arena import HostArena, Room, padded
 from megacompile.state.host_budget import (
     Offload,
     StatePlacement,
@@ -39,6 +38,7 @@ from megacompile.state.moment_formats import (
     shard_places,
     shard_runs,
 )
+from megacompile.state.torch_optimizer import Foreign, GroupSettings, Numbers
 
 # ------------------------------------------------------------------------------------------------------------
 # Parameters of a model: emptied when a program takes their values over, and set when it gives them back; and

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.coded_weights import is_coded
 from megacompile.capture.module_wrappers import plain_names
+from megacompile.capture.quantized_weights import is_coded
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state import adam
 from megacompile.state.atomic_folder import adding_to, replacing

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
-from megacompile.capture.coded_weights import (
+from megacompile.capture.module_wrappers import unwrapped
+from megacompile.capture.quantized_weights import (
     copied_weight,
     is_coded,
     is_packed,
@@ -28,12 +29,11 @@ from megacompile.capture.coded_weights import (
     stored_shape,
     stored_value,
 )
-from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.state.arena import trim_heap
-from megacompile.state.foreign_optimizer import members_of
+from megacompile.state.host_arena import trim_heap
 from megacompile.state.masters import HostState, Weights, computed, empty, is_exact, set_value
 from megacompile.state.optimizer import refuse_moments
+from megacompile.state.torch_optimizer import members_of
 from megacompile.units import RESERVE, format_bytes, host_available
 
 # ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from megacompile.blocks.weight_groups import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step
-from megacompile.state.foreign_optimizer import Foreign
+from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError, StorageError
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------

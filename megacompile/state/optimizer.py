@@ -13,7 +13,8 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.state.adam import AdamHyper
-from megacompile.state.foreign_optimizer import (
+from megacompile.state.moment_formats import Form, StateFormat
+from megacompile.state.torch_optimizer import (
     Foreign,
     GroupSettings,
     Numbers,
@@ -21,7 +22,6 @@ from megacompile.state.foreign_optimizer import (
     initial_state,
     members_of,
 )
-from megacompile.state.moment_formats import Form, StateFormat
 
 DEFAULT_LR = 1e-5
 _UNSUPPORTED = ("amsgrad", "capturable", "differentiable")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.state.adam import backend, call_kernel
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 
 # ------------------------------------------------------------------------------------------------------------
 # A pace for threads that write while others compute: a small share of the machine until somebody waits.

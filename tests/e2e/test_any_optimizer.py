@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
-from megacompile.state import foreign_optimizer, host_budget
+from megacompile.state import host_budget, torch_optimizer
 from tests.support.models import Plain, batch_for, build
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -123,7 +123,7 @@ def test_trains_bitwise_as_a_plain_loop_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle."""
-    monkeypatch.setattr(foreign_optimizer, "CHUNK", 64)
+    monkeypatch.setattr(torch_optimizer, "CHUNK", 64)
     torch.manual_seed(0)
     model = Plain(depth=2)
     fresh = copy.deepcopy(model)
@@ -187,7 +187,7 @@ def test_masters_of_bfloat16_weights_are_stepped_in_fp32(name: str) -> None:
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
                 grad[slot.offset :][: p.numel()] = p.grad.reshape(-1)
             form = state.form
-            assert isinstance(form, foreign_optimizer.Foreign)
+            assert isinstance(form, torch_optimizer.Foreign)
             meter = StorageMeter()
             meter.ignore(state.arena.tensor)
             meter.ignore(grad)
@@ -351,7 +351,7 @@ def test_an_update_is_priced_by_what_its_step_does(shape: tuple[int, int]) -> No
     parameter = Parameter("w", shape, (shape[1], 1), torch.bfloat16, 0)
     numel, (m, n) = math.prod(shape), sorted(shape)
     group = GroupLayout(0, "w", torch.bfloat16, True, (Slot(parameter, 0),), numel)
-    moved, products = foreign_optimizer.Foreign(optimizer).update_work(group)
+    moved, products = torch_optimizer.Foreign(optimizer).update_work(group)
     assert products == pytest.approx(20 * m * m * n + 10 * m**3, rel=0.02)  # of the large one, of a sample
     # halves, gradient; the momentum and Nesterov's step, to bfloat16 and its norm; decay, the step itself
     assert moved == pytest.approx(numel * (22 + 12 + 12 + 6 + 2 + 4 + 8 + 10), rel=0.01)

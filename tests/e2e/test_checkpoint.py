@@ -459,7 +459,7 @@ def test_readers_do_not_disturb_a_writer(
 MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
-from megacompile.state.arena import resident_bytes
+from megacompile.state.host_arena import resident_bytes
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.state.checkpoint import Checkpoint, save_checkpoint
 from megacompile.state.checkpoint import RunProgress

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture.coded_weights import settle, stored_value
+from megacompile.capture.quantized_weights import settle, stored_value
 from tests.e2e.test_trainer import assert_same_logs, logs, trainer
 from tests.e2e.test_trl import sft
 from tests.support.ranks import run_ranks

@@ -211,7 +211,7 @@ def test_parameters_without_values_are_refused() -> None:
 
 MEASURE = """
 import sys, threading, time, torch, megacompile
-from megacompile.state.arena import resident_bytes
+from megacompile.state.host_arena import resident_bytes
 from megacompile.state.model_values import ModelValues
 take_over, seen = ModelValues.take_over, []
 def watched(self, *arguments):

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 import megacompile
 from megacompile.api.pipeline import Frontend
 from megacompile.blocks import policies
-from megacompile.blocks.functions import BlockFunction
+from megacompile.blocks.block_functions import BlockFunction
 from megacompile.kernels import _triton
 from tests.simulated.numbers import runtime
 from tests.simulated.test_budgets import batch, llama

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.api.pipeline import Frontend
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
-from megacompile.capture.coded_weights import coding_of
+from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.state.model_values import _Refuser as Refuser

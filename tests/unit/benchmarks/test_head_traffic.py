@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.head_traffic import HEAD, apart, counted, operands
-from megacompile.graph.head_patterns import workspace_bytes
+from megacompile.graph.lm_head_patterns import workspace_bytes
 
 
 def test_sums_of_a_long_batch_cost_in_proportion_to_its_tokens() -> None:

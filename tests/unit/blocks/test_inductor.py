@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.api.program import Program
 from megacompile.blocks import inductor
-from megacompile.blocks.functions import BlockFunction
+from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate

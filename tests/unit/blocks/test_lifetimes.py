@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile.api.pipeline import Frontend
-from megacompile.blocks import functions, joint_graph
+from megacompile.blocks import block_functions, joint_graph
 from megacompile.blocks.joint_graph import trace_joint
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import DifferentiatedTemplate
@@ -48,9 +48,9 @@ def templates(kind: str) -> tuple[DifferentiatedTemplate, ...]:
 @pytest.mark.parametrize("kind", ["bags", "llama fused", "gpt2", "LSTM"])
 def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(functions, "_measure", None)
+        patched.setattr(block_functions, "_measure", None)
         walked = templates(kind)
-    monkeypatch.setattr(functions, "held_bytes", lambda *_: None)
+    monkeypatch.setattr(block_functions, "held_bytes", lambda *_: None)
     assert walked == templates(kind)
 
 

@@ -15,7 +15,7 @@ from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda
 from megacompile.runtime.pinned_memory import first_page
 from megacompile.runtime.step_results import NonFiniteError
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 from tests.support.cuda_programs import program
 from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build

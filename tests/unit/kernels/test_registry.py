@@ -54,7 +54,7 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
 
 EXCEPTIONS = {
     "megacompile/capture/changed_buffers.py": "operators of buffers that change, declared there",
-    "megacompile/capture/coded_weights.py": "the operators of weights in codes, declared there",
+    "megacompile/capture/quantized_weights.py": "the operators of weights in codes, declared there",
     "megacompile/capture/patches.py": "transformers' functions that ours stand for, by their names there",
     "megacompile/graph/sequence_dimension.py": "torch's own operators of these names",
     "megacompile/capture/replacements.py": "transformers' functions, with their arguments",
@@ -62,7 +62,7 @@ EXCEPTIONS = {
     "megacompile/blocks/codegen.py": "the product that is added up within, which other code emits too",
     "megacompile/graph/numeric_check.py": "inputs of a head, whose labels are integers",
     "megacompile/graph/glu_patterns.py": "a pattern",
-    "megacompile/graph/head_patterns.py": "a pattern",
+    "megacompile/graph/lm_head_patterns.py": "a pattern",
     "megacompile/graph/norm_patterns.py": "a pattern",
     "megacompile/graph/tile_rewriter.py": "a head of which pieces are made",
     "megacompile/graph/tile_operators.py": "operators of tiles, declared there",

@@ -23,7 +23,7 @@ from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import MatrixUpdates, Workload
-from megacompile.state.arena import padded
+from megacompile.state.host_arena import padded
 from megacompile.state.host_budget import step_bytes
 from tests.support.problems import MODES, chain, machines, modes, uniform, workloads
 

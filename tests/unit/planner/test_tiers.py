@@ -19,7 +19,7 @@ from megacompile.planner.search import follow, search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import Workload
-from megacompile.state.arena import padded
+from megacompile.state.host_arena import padded
 from megacompile.state.host_budget import host_state_bytes, place_groups, step_bytes
 from tests.support.problems import chain, uniform
 

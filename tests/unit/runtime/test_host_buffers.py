@@ -13,7 +13,7 @@ from torch import nn
 
 import megacompile
 from megacompile.runtime.cpu import CpuDevice
-from megacompile.state.arena import HostArena, Room, padded
+from megacompile.state.host_arena import HostArena, Room, padded
 from tests.support.models import Deep
 
 

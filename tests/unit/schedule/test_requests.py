@@ -16,7 +16,7 @@ from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import memory_curve
-from megacompile.state.foreign_optimizer import Foreign
+from megacompile.state.torch_optimizer import Foreign
 from tests.support.models import batch_for, build
 
 MACHINE = PROFILES["h100-sxm"].rates("bf16")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from megacompile import units
 from megacompile.errors import BudgetError
-from megacompile.state import arena
-from megacompile.state.arena import ALIGNMENT, HostArena, padded, resident_bytes
+from megacompile.state import host_arena
+from megacompile.state.host_arena import ALIGNMENT, HostArena, padded, resident_bytes
 
 pieces = st.lists(
     st.tuples(
@@ -37,7 +37,7 @@ def test_pieces_are_disjoint_aligned_and_zero_and_fill_what_was_asked_for(wanted
         assert piece.data_ptr() % mmap.PAGESIZE == 0
         assert not piece.any()
         piece.fill_(i + 1)
-    large = [p for p in taken if p.nbytes >= arena.LARGE]
+    large = [p for p in taken if p.nbytes >= host_arena.LARGE]
     for one, other in pairwise(large):
         between = sum(padded(p.nbytes) for p in taken if one.data_ptr() < p.data_ptr() < other.data_ptr())
         assert (other.data_ptr() - one.data_ptr() - between) % ALIGNMENT == 0
@@ -64,7 +64,7 @@ def test_the_arena_is_no_larger_than_asked_and_takes_ram_only_where_written() ->
     assert whole.nbytes == -(-asked // mmap.PAGESIZE) * mmap.PAGESIZE
     assert taken(whole) == 0
     whole.take((8 << 20,), torch.float32).fill_(1.0)
-    assert 32 << 20 <= taken(whole) <= (32 << 20) + arena._HUGE_PAGE
+    assert 32 << 20 <= taken(whole) <= (32 << 20) + host_arena._HUGE_PAGE
 
 
 def test_a_piece_keeps_the_mapping_alive_and_the_last_one_gives_it_back() -> None:
@@ -99,9 +99,9 @@ def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, t
         return 0
 
     nodes = tmp_path / "online"
-    monkeypatch.setattr(arena, "_NODES", nodes)
-    monkeypatch.setattr(arena, "_system_call", call)
-    monkeypatch.setattr(arena.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(host_arena, "_NODES", nodes)
+    monkeypatch.setattr(host_arena, "_system_call", call)
+    monkeypatch.setattr(host_arena.platform, "machine", lambda: "x86_64")
     for alone in ("0\n", "\n"):
         nodes.write_text(alone)
         HostArena(ALIGNMENT)
@@ -112,12 +112,12 @@ def test_several_numa_nodes_are_interleaved_and_one_is_left_alone(monkeypatch, t
 
 
 def test_the_kernel_interleaves_what_it_was_told_to() -> None:
-    maps, number = Path("/proc/self/numa_maps"), arena._MBIND.get(arena.platform.machine())
+    maps, number = Path("/proc/self/numa_maps"), host_arena._MBIND.get(host_arena.platform.machine())
     if number is None or not maps.exists():
         pytest.skip("no NUMA here: run on a kernel with CONFIG_NUMA")
     whole, mask = HostArena(ALIGNMENT), ctypes.c_ulong(1)
-    call = (number, whole.address, whole.nbytes, arena._MPOL_INTERLEAVE, ctypes.addressof(mask), 65, 0)
-    if arena._system_call(*call):
+    call = (number, whole.address, whole.nbytes, host_arena._MPOL_INTERLEAVE, ctypes.addressof(mask), 65, 0)
+    if host_arena._system_call(*call):
         pytest.skip("mbind is not allowed here: run where seccomp allows it")
     (line,) = [x for x in maps.read_text().splitlines() if x.startswith(f"{whole.address:x} ")]
     assert line.split()[1].startswith("interleave")

@@ -23,7 +23,7 @@ from torch import Tensor
 from megacompile.cli.main import main
 from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.state import nvme
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 from megacompile.state.nvme import BLOCK_BYTES, PAGE, Storage
 from tests.support.scripts import Script, output_of
 

@@ -14,7 +14,7 @@ from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.errors import BudgetError
 from megacompile.state import masters
 from megacompile.state.adam import AdamHyper
-from megacompile.state.arena import HostArena
+from megacompile.state.host_arena import HostArena
 from megacompile.state.masters import HostState, Snapshot
 
 ELEMENTS = 64
