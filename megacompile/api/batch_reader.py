@@ -283,6 +283,10 @@ class Intake:
             micro.append(replace(batch, withheld=withheld) if withheld else batch)
         return of_one_kind(micro)
 
+    def cut_by(self, cut: LossCut | None) -> None:
+        """Cut the model's own loss off from now on, or no more."""
+        self.cut = cut
+
     def cuts(self, given: Any) -> list[LossCut]:
         """The ways to cut the model's own loss off, for a batch of this kind."""
         return [] if self._loss_fn is not None else cuts(_items(given)[0])

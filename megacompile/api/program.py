@@ -308,13 +308,13 @@ def cuts_loss(method: M) -> M:
                 raise
             refused: CaptureError = error
         for cut in session.intake.cuts(batch):
-            session.intake.cut = cut
+            session.intake.cut_by(cut)
             try:
                 result = method(program, batch, **options)
             except BudgetError:
                 raise
             except MegacompileError as other:  # the forward cannot do without these labels, or cannot be cut
-                session.intake.cut = None
+                session.intake.cut_by(None)
                 if isinstance(other, CaptureError) and not isinstance(other, UntraceableError):
                     refused = other  # it could be, but for this
                 continue

@@ -53,8 +53,8 @@ pytree.register_dataclass(LossCall, field_names=["args", "kwargs", "function", "
 
 @dataclass(eq=False)
 class LossCut:
-    """What a program computes in the place of a model's loss. ``example`` are the entries of a batch that its
-    forward is not given."""
+    """Stands for a model's loss: a program computes what that is given. ``example`` are the entries of a
+    batch that its forward is not given."""
 
     example: dict[str, Any]
     nbytes: int = 0
@@ -64,7 +64,7 @@ class LossCut:
         raise AssertionError("a forward that is cut returns nothing")
 
     def divided(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the forward is given of a batch, and what is withheld."""
+        """Return what the forward is given of a batch, and what is withheld."""
         withheld = {name: value for name, value in batch.items() if name in self.example}
         withheld = pytree.tree_map_only(Tensor, Tensor.cpu, withheld)
         return {name: value for name, value in batch.items() if name not in withheld}, withheld

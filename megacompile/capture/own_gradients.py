@@ -82,7 +82,7 @@ class _Marks:
 
 
 class _Context:
-    """What a forward leaves for its backward, beside attributes of its own."""
+    """Holds what a forward leaves for its backward, beside attributes of its own."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs

@@ -35,11 +35,11 @@ _ALIGNED = 16  # bytes, of each tensor that a subclass holds
 
 
 class WeightCoding(Protocol):
-    """How a weight is coded in the bytes that a program stores of it."""
+    """Tells how a weight is coded in the bytes that a program stores of it."""
 
     @property
     def nbytes(self) -> int:
-        """How many these are."""
+        """Return how many these are."""
 
     def stored(self, parameter: Tensor) -> Tensor:
         """Return the bytes of a weight that is coded so."""
@@ -96,7 +96,7 @@ class BlockCoding:
 
     @property
     def nbytes(self) -> int:
-        """Of its book, its scales and its codes."""
+        """Return the bytes of its book, its scales and its codes."""
         return in_blocks.stored_bytes(prod(self.shape), self.block)
 
     def stored(self, parameter: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class RowCoding:
 
     @property
     def nbytes(self) -> int:
-        """Of its scales and its codes."""
+        """Return the bytes of its scales and its codes."""
         return in_rows.stored_bytes(*self.shape)
 
     def stored(self, parameter: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class SubclassCoding:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that it holds."""
+        """Return the bytes of all tensors that it holds."""
         return self.parts[-1].stop
 
     def stored(self, parameter: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
 class LayersDifferError(BaseException):
-    """What was taken for equal layers is none; no error of the model, whose own handlers must not take it."""
+    """Layers differ that were taken for equal; no error of the model, whose own handlers must not take it."""
 
 
 @torch.library.custom_op("megacompile::repeated_layer", mutates_args=())
@@ -214,7 +214,7 @@ class RepeatedLayers:
             self._inside = False
 
     def _noted(self, first: _First, out: Any) -> Any:
-        """What the first layer of a kind returns, marked, if others can repeat it."""
+        """Return what the first layer of a kind does, marked, if others can repeat it."""
         results, around = _inner_results(first, out), list(first.around.values())
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (*around, *results))
         agree = all(
@@ -254,7 +254,7 @@ def _inner_results(first: _First, out: Any) -> list[Tensor]:
 
 
 def _returned(first: _First, out: Any, around: list[Tensor]) -> Any:
-    """What a layer returns, with the results of its calls as ``LAYER`` returns them."""
+    """Return what a layer does, with the results of its calls as ``LAYER`` returns them."""
     results = _inner_results(first, out)
     marked = LAYER(first.number, around, results) if results else []
     own = {id(x): new for x, new in zip(results, marked, strict=True)}
