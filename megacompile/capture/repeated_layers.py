@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.capture.patches import Patch
 from megacompile.capture.refusals import writes
+from megacompile.kernels.registry import OpSpec, declare
 
 # ------------------------------------------------------------------------------------------------------------
 # Equal layers: what torch's tracing of one costs, the others are spared.
@@ -51,6 +52,7 @@ def _(number: int, around: Sequence[Tensor], results: Sequence[Tensor]) -> list[
 
 
 LAYER = torch.ops.megacompile.repeated_layer.default
+declare(OpSpec("repeated_layer"))
 
 
 def _is_wrapper(x: Tensor) -> bool:
