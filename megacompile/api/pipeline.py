@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, a
 from megacompile.capture.batch import Batch, LossFn
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
-from megacompile.capture.trace import capture
+from megacompile.capture.trace import TRACING, capture
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, UntraceableError
@@ -60,9 +59,6 @@ from megacompile.units import format_bytes
 #
 # :class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
 # the form of each parameter.
-
-
-_TRACING = threading.RLock()  # torch traces one model at a time, over state of the whole process
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class Frontend:
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
         key = (batch.key, tuple(cuts.items()), chunk)
-        with _TRACING:
+        with TRACING:
             if (key, layout) not in self._compiled:
                 front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
                 compiled = self._build(front, tiled, part, chunk, layout)
@@ -254,7 +250,7 @@ class Frontend:
     def with_host_values(self, batch: Batch, *, evaluate: bool) -> Batch:
         """The batch with what the host computes of it for its program, and with what the forward goes by in
         its key; the batch itself, where the forward reads no values."""
-        with _TRACING:
+        with TRACING:
             if batch.key in self._fronts:
                 return batch
             known = self._hosted.get(batch.key, [])
@@ -279,7 +275,7 @@ class Frontend:
 
     def _front(self, batch: Batch, evaluate: bool) -> Front:
         """The stages before anything is cut."""
-        with _TRACING:
+        with TRACING:
             front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
             if self._distributed:
                 _refuse_changes(front.captured)
@@ -317,7 +313,7 @@ class Frontend:
     def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
         key = (batch.key, tuple(cuts.items()))
-        with _TRACING:
+        with TRACING:
             if key not in self._parts:
                 fused = self._front(batch, evaluate).fused
                 with self._running():

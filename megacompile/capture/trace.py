@@ -9,6 +9,7 @@ import logging
 import operator
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections import Counter, defaultdict
@@ -66,6 +67,10 @@ from megacompile.graph.captured import (
     strip,
 )
 from megacompile.graph.sequence_dimension import reads_no_padding
+
+TRACING = threading.RLock()
+"""Held while torch traces, one model at a time: it sets flags of the whole process, by which also functions
+that other threads call, such as torch's optimizers, compute otherwise."""
 
 # ------------------------------------------------------------------------------------------------------------
 # What export leaves in a graph: checks and dead code are dropped, what could not run right is refused.

@@ -28,6 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 from megacompile.blocks.costs import WorkMeter
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
+from megacompile.capture.trace import TRACING
 from megacompile.errors import MegacompileError
 from megacompile.schedule.workload import MatrixUpdates
 from megacompile.state import adam, muon
@@ -596,7 +597,8 @@ class Foreign:
             parameter.grad = gradient if alone else strided(gradient, 0, slot)
         clone = self._clone(index, settings.values, [parameter])
         clone.state[parameter] = self._start(index, value) if state is None else state
-        getattr(clone, method)()
+        with TRACING:  # meanwhile torch's optimizers would compute as in a graph, and round otherwise
+            getattr(clone, method)()
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.detach())
         if not _same(_changes(clone, settings.values), settings.written):
