@@ -110,20 +110,23 @@ def forecast(
     Raises whatever the model's forward raises on fake tensors.
     """
     weights = weight_bytes(model, stored_bytes(model, forms))
-    streams, at_once = weights.whole > budget, 0
     whole = _trial(model, forms, machine, completions)
 
-    def need(rows: int) -> int:
-        """Bytes of so many rows, in proportion."""
-        return (weights.least if streams else weights.whole) + whole.peak * rows // completions.rows
+    def need(rows: int, kept: int) -> int:
+        """Bytes of so many rows, in proportion, beside weights of ``kept`` bytes."""
+        return kept + whole.peak * rows // completions.rows
 
-    while not at_once:
-        at_once = completions.rows
-        while at_once and need(at_once) > budget:
-            at_once //= 2
-        if streams:
-            break
-        streams = not at_once
+    def fitting(kept: int) -> int:
+        """Rows at a time that fit, 0 where not one does."""
+        rows = completions.rows
+        while rows and need(rows, kept) > budget:
+            rows //= 2
+        return rows
+
+    at_once, kept = fitting(weights.whole), weights.whole
+    streams = not at_once
+    if streams:
+        at_once, kept = fitting(weights.least), weights.least
     waves, trial = -(-completions.rows // max(1, at_once)), whole
     if waves > 1:
         trial = _trial(
@@ -136,7 +139,7 @@ def forecast(
         at_once,
         weights,
         whole.cache // completions.rows,
-        need(max(1, at_once)),
+        need(max(1, at_once), kept),
         (weights.whole - streams * weights.streamed) / machine.h2d_bandwidth,
         waves * (trial.prefill + brings),
         waves * completions.new * (trial.token + brings),

@@ -171,10 +171,11 @@ class OutsideModel:
         return getattr(self._trainer.model, name)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        model: Any = unwrapped(self._trainer.model)
-        source = model.get_base_model() if hasattr(model, "get_base_model") else model
-        batch = inspect.signature(source.forward).bind_partial(*args).arguments | inputs
-        batch.pop("use_cache", None)  # a program keeps none
+        batch = {name: value for name, value in inputs.items() if name != "use_cache"}  # a program keeps none
+        if args:
+            model: Any = unwrapped(self._trainer.model)
+            source = model.get_base_model() if hasattr(model, "get_base_model") else model
+            batch = inspect.signature(source.forward).bind_partial(*args).arguments | batch
         if not self._is_trained():
             return self._laid_out(batch).predict(batch)
         return self._awaited(batch)

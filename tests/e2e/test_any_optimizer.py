@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
+from megacompile.capture.trace import TRACING
 from megacompile.state import host_budget, torch_optimizer
 from tests.support.models import Plain, batch_for, build
 
@@ -153,6 +154,31 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, y: Tensor, both: bool = True) -> Tensor:
         h = self.first(x)
         return nn.functional.mse_loss(self.third(h + self.second(x) if both else h), y)
+
+
+def test_no_update_runs_while_torch_traces() -> None:
+    """A flag of tracing is the whole process's; by it torch's optimizers keep numbers as tensors, and round
+    otherwise. So both hold one lock."""
+    held: dict[str, list[bool]] = {"update": [], "capture": []}
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            held["update"].append(TRACING._is_owned())  # type: ignore[attr-defined]
+            return super().step(closure)
+
+    class Traced(Layers):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            held["capture"].append(TRACING._is_owned())  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)
+
+    model = Traced()
+    optimizer = Watched(model.parameters(), lr=0.1)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    held["update"].clear()  # of trials, which no other thread's tracing meets
+    program.train_step(batch(0))
+    program.synchronize()
+    assert held["update"] and held["capture"] and all(held["update"]) and all(held["capture"])
+    program.close()
 
 
 @pytest.mark.parametrize("name", ["RAdam", "Adafactor", "schedule-free"])
