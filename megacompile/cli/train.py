@@ -299,9 +299,14 @@ def _collator_of_images(trainer: Any) -> Any:
             "per_device_eval_batch_size is larger than per_device_train_batch_size, and batches of images "
             "are filled up to the shapes of training: give the same for both."
         )
-    filled = BucketCollator(collator, trainer.model.config, sizes, batch_size=rows)
+    filled: Any = collator
+    said: object
+    try:
+        said = filled = BucketCollator(collator, trainer.model.config, sizes, batch_size=rows)
+    except MegacompileError as error:  # of a model whose batches cannot be filled up
+        said = f"{error} Each combination of sizes is a program."
     if find_ranks().rank == 0:
-        print(f"images    {filled}".replace("\n", "\n          "))
+        print(f"images    {said}".replace("\n", "\n          "))
     return filled
 
 
