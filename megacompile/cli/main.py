@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from megacompile.errors import MegacompileError
 
-OPTIMIZERS = ("adamw", "muon", "sgd", "adafactor", "adagrad", "rmsprop")
-"""What ``plan`` prices; :func:`~megacompile.cli.models.optimizer_of` makes the others than AdamW."""
+OPTIMIZERS = ("adamw", "muon", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
+              "rmsprop", "rprop")  # fmt: skip
+"""Classes of ``torch.optim`` that ``plan`` prices, in lower case; ``optimizer_of`` makes them."""
 
 # ------------------------------------------------------------------------------------------------------------
 # What ``--help`` shows below the options of each command.

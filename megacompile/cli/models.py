@@ -300,15 +300,11 @@ def build(name: str, config: Any, lora: Lora | None = None) -> Model:
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of that name over what a model trains; Muon has the matrices between its embedding and
-    its head, which AdamW has with the rest."""
+    """Make the optimizer of that name over what a model trains. Muon has the matrices between its embedding
+    and its head; AdamW has these two and the rest."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if name != "muon":
-        classes = {
-            "adafactor": torch.optim.Adafactor,
-            "adagrad": torch.optim.Adagrad,
-            "rmsprop": torch.optim.RMSprop,
-        }
+        classes = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
         return torch.optim.SGD(trained, momentum=0.9) if name == "sgd" else classes[name](trained)
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     heads = {id(p) for n, p in module.named_parameters() if n.endswith("lm_head.weight")}

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.cli import models, plan_command, plan_report
 from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
-from megacompile.cli.main import main
-from megacompile.cli.models import load_model
+from megacompile.cli.main import OPTIMIZERS, main
+from megacompile.cli.models import load_model, optimizer_of
 from megacompile.cli.remedies import Largest, _most, estimate_largest, largest
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
@@ -27,6 +28,7 @@ from megacompile.planner.search import search
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
+from megacompile.state.torch_optimizer import ELEMENTWISE, name_of
 from megacompile.units import parse_bytes
 from tests.support import images
 
@@ -372,6 +374,13 @@ def test_adapters_are_trained_alone(config: str, capsys: pytest.CaptureFixture[s
     assert trained == 4 * 4 * ((64 + 64) + (64 + 32))
     assert host["moments"] == 8 * trained
     assert host["masters"] == 4 * trained + 2 * (planned["parameters"] - trained)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw", "muon"}))
+def test_the_optimizers_of_plan_are_those_of_torch_that_train(name: str) -> None:
+    kind = type(optimizer_of(name, nn.Linear(2, 2)))
+    assert kind.__name__.lower() == name
+    assert name_of(kind) in ELEMENTWISE | {"torch.optim.Adafactor"}
 
 
 def test_the_state_and_the_update_of_another_optimizer_are_priced(
