@@ -32,7 +32,6 @@ import networkx as nx
 import torch
 
 from megacompile import kernels
-from megacompile.kernels import uniform as uniform  # registers its cases; the package does not import it
 from megacompile.kernels._triton import AOT_CASES, Launch, ceil_div, recording, tl, triton
 from megacompile.kernels.chips import (
     CEILINGS,

@@ -1,9 +1,13 @@
 """Fused Triton kernels, one operator per file, each with a plain torch reference.
 
-Importing the package registers every operator under ``torch.ops.megacompile`` and launches
-nothing; it works where triton is not installed. On CUDA tensors an operator runs its Triton kernel,
-on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel in triton's interpreter).
+Importing the package imports all its modules, and so registers every operator under
+``torch.ops.megacompile``. It launches nothing, and works where triton is not installed. On CUDA tensors
+an operator runs its Triton kernel, on CPU tensors its reference (or, with ``TRITON_INTERPRET=1``, the kernel
+in triton's interpreter).
 """
+
+import importlib
+import pkgutil
 
 from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.add_rms_norm import add_rms_norm
@@ -20,6 +24,9 @@ from megacompile.kernels.mamba2 import mamba2_chunk_scan
 from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 __all__ = [
     "adamw_",

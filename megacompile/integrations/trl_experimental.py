@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl.experimental import cpo, gkd, orpo
+from trl.experimental import cpo, gkd, orpo, tpo
 
 from megacompile.api.program import Program
 from megacompile.errors import MegacompileError
@@ -21,7 +21,16 @@ from megacompile.integrations.saving import learns_prompts
 from megacompile.integrations.transformers import Mixin
 from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of
 
-__all__ = ["CPOConfig", "CPOTrainer", "GKDConfig", "GKDTrainer", "ORPOConfig", "ORPOTrainer"]
+__all__ = [
+    "CPOConfig",
+    "CPOTrainer",
+    "GKDConfig",
+    "GKDTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
+    "TPOConfig",
+    "TPOTrainer",
+]
 
 
 @dataclass
@@ -33,6 +42,13 @@ class ORPOConfig(orpo.ORPOConfig):
 
 @dataclass
 class CPOConfig(cpo.CPOConfig):
+    """TRL's, in the same way."""
+
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass
+class TPOConfig(tpo.TPOConfig):
     """TRL's, in the same way."""
 
     gradient_checkpointing: bool | None = None
@@ -51,6 +67,10 @@ class ORPOTrainer(Mixin, orpo.ORPOTrainer):
 
 class CPOTrainer(Mixin, cpo.CPOTrainer):
     """TRL's ``CPOTrainer`` for a model whose training state is larger than the device's memory."""
+
+
+class TPOTrainer(Mixin, tpo.TPOTrainer):
+    """TRL's ``TPOTrainer`` for a model whose training state is larger than the device's memory."""
 
 
 class TeacherModel(ReferenceModel):

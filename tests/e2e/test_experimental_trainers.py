@@ -21,7 +21,8 @@ ours = pytest.importorskip("megacompile.integrations.trl_experimental")
 
 
 def preferences(kind: Any, config: Any, folder: Path, peft: bool = False, **given: Any) -> Any:
-    texts = {name: sentences(8, i) for i, name in enumerate(("prompt", "chosen", "rejected"))}
+    names = ("prompt", "chosen", "rejected", *(("reference",) if "TPO" in kind.__name__ else ()))
+    texts = {name: sentences(8, i) for i, name in enumerate(names)}
     data = datasets.Dataset.from_dict(texts)
     settings = SETTINGS | {"max_length": 64, "eval_strategy": "epoch"} | given
     return kind(
@@ -41,6 +42,7 @@ def preferences(kind: Any, config: Any, folder: Path, peft: bool = False, **give
         pytest.param("orpo", {}, id="ORPO"),
         pytest.param("orpo", {"peft": True}, id="ORPO with LoRA"),
         pytest.param("cpo", {}, id="CPO"),
+        pytest.param("tpo", {}, id="TPO"),
         pytest.param("cpo", {"loss_type": "simpo", "cpo_alpha": 0.5}, id="SimPO"),
     ],
 )
