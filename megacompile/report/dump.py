@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
-    """Write the files of one program into ``folder``, which is created."""
+    """Write the files of one program into ``folder``, over those of an earlier dump there."""
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("05_*.txt"):  # of other passes
+        stale.unlink()
     compiled, planned = scheduled.compiled, scheduled.planned
     calls = step_calls(compiled, planned.plan, scheduled.mode)
     kernels = [to_plain(call) | {"calls": count} for call, count in calls]
@@ -140,7 +142,7 @@ def _passes(scheduled: Scheduled) -> dict[str, str]:
         step = item.run(step, work=work, plan=plan, mode=mode)
         head = f"# after {item.name}: {len(step.ops)} operations"
         body = [statement(op) for op in step.ops]
-        files[f"05_{number}_{item.name}.txt"] = "\n".join([head, *body]) + "\n"
+        files[f"05_{number:02}_{item.name}.txt"] = "\n".join([head, *body]) + "\n"
     return files
 
 

@@ -296,6 +296,8 @@ def test_interrupt_leaves_no_hung_thread() -> None:
 def test_dump_is_complete_and_deterministic(tmp_path: Path) -> None:
     texts = []
     for run in ("a", "b"):
+        (tmp_path / run / "train").mkdir(parents=True)
+        (tmp_path / run / "train" / f"05_0_{run}.txt").touch()  # of a pass that is gone
         program = compiled(build("llama"), "400kB", dump=tmp_path / run, example_batch=batch_for("llama"))
         files = sorted((tmp_path / run / "train").iterdir())
         texts.append({f.name: f.read_text() for f in files if f.name != "timeline.json"})
