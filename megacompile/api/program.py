@@ -663,7 +663,8 @@ class Program:
     ) -> None:
         """Write the trained values in ``dtype`` as a folder that ``transformers`` loads.
 
-        None: in the dtypes that the model's parameters have. ``beside`` allows a folder with other files in
+        None: in the dtypes that the model's parameters have. The files of its tokenizer and processor are
+        copied from the folder that the model was loaded from. ``beside`` allows a folder with other files in
         it, of which an earlier export's weights and config are replaced. Several ranks call it together, and
         the first one writes.
         """

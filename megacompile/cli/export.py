@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from megacompile.errors import MegacompileError
 def run_export(options: argparse.Namespace) -> int:
     """Write the masters of a checkpoint in the dtype that is asked for, with what belongs to the model."""
     try:
-        import transformers
-
         from megacompile.integrations.trainer_checkpoints import check_checkpoint
     except ImportError as error:
         text = f"export needs transformers ({error}): pip install 'megacompile[transformers]'."
@@ -37,21 +35,9 @@ def run_export(options: argparse.Namespace) -> int:
     else:
         config, model, values = _whole(checkpoint, state)
     dtype = _dtype(options.dtype, config)
-    export_model(folder, model, values, dtype)
-    if (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-        tokenizer.save_pretrained(folder)
-    keep_processor(checkpoint, folder)
+    export_model(folder, replace(model, source=checkpoint), values, dtype)
     print(f"{checkpoint} in {str(dtype).removeprefix('torch.')}: {folder}")
     return 0
-
-
-def keep_processor(source: Path, folder: Path) -> None:
-    """Copy what a folder's processor makes of images, where it has one, as it is: to load it may need
-    torchvision."""
-    for file in source.glob("*processor_config.json"):
-        if not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
 
 
 def _whole(checkpoint: Path, state: Path) -> tuple[Any, Any, Any]:

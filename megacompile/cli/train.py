@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from megacompile.cli.export import keep_processor
 from megacompile.cli.image_rows import NamedRows, has_images, named_images, placed, with_files
 from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
@@ -223,7 +222,10 @@ def run_train(options: argparse.Namespace) -> int:
         return 128 + stopped
     trainer.save_model(str(folder / "model"))
     if first:
-        keep_processor(Path(keys[3].model_name_or_path), folder / "model")  # where rows were text alone
+        from megacompile.state.model_export import copy_processor
+
+        source, made = Path(keys[3].model_name_or_path), folder / "model"
+        copy_processor(source, made, known=made)  # where rows were text alone
         write_report(trainer, logbook, folder)
         print(f"megacompile: {where}")
     return 0

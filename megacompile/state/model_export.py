@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -28,12 +29,16 @@ from megacompile.state.safetensors_io import checksum, open_shard, save_shard
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
+_BESIDE = (  # the weights: what a model's tokenizer and processor are read from
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+    "*.tiktoken", "chat_template*", "*processor_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Description:
     """The description of a model beside its values: shapes and dtypes by name, tied tensors once, the names
-    to write, and its config and generation config, or None."""
+    to write, its config and generation config, or None, and the folder that it was loaded from, or None."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
@@ -41,6 +46,7 @@ class Description:
     names: dict[str, str]
     config: Any
     generation: Any
+    source: Path | None = None
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +70,9 @@ def describe(model: nn.Module) -> Description:
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
-    return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies)
+    named = getattr(configs[0], "name_or_path", None)
+    source = Path(named) if named and Path(named).is_dir() else None
+    return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies, source)
 
 
 def export_model(
@@ -76,6 +84,7 @@ def export_model(
     beside: bool = False,
 ) -> None:
     """Write ``values`` (a name once for tied weights) in ``dtype``, and the model's config where it has one.
+    The files of a tokenizer and a processor follow from the folder that the model was loaded from.
 
     ``dtype`` None: each in the dtype that the model has it in. The folder is written whole or not at all; it
     must not exist, or be empty, unless ``beside`` says to put the files beside others that are there. Buffers
@@ -90,6 +99,7 @@ def export_model(
         with adding_to(folder) if beside else replacing(folder) as fresh:
             _write_shards(fresh, _cast(values, model, dtype))
             _write_configs(fresh, model, dtype)
+            copy_processor(model.source, fresh, known=folder)
             if beside:  # files of an earlier export, in other shards, that a reader would take for these
                 _remove_weights(folder)
     except OSError as error:
@@ -152,6 +162,14 @@ def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) 
         config.save_pretrained(folder)
     if model.generation is not None:
         model.generation.save_pretrained(folder)
+
+
+def copy_processor(source: Path | None, folder: Path, *, known: Path) -> None:
+    """Copy the files of a tokenizer and a processor to ``folder``, but for those that ``known`` has. They are
+    not loaded, which may need torchvision."""
+    for file in (f for name in _BESIDE for f in source.glob(name)) if source is not None else ():
+        if file.is_file() and not (known / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import megacompile
 from megacompile.api.pretrained import Shards, build_empty
 from tests.support.models import batch_for, build
 from tests.support.scripts import output_of
+from tests.support.text import tokenizer
 from tests.support.vision_language import cases
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -108,6 +109,28 @@ def test_an_export_beside_other_files_replaces_the_last_one(tmp_path: Path) -> N
     assert plain.dtype == torch.bfloat16
     assert all(torch.equal(v, values[n].bfloat16()) for n, v in plain.named_parameters())
     program.close()
+
+
+def test_the_tokenizer_and_the_processor_follow_the_model(tmp_path: Path) -> None:
+    """Of the folder that a model was loaded from; files that lie at the new place stay as they are."""
+    stored("gpt2", tmp_path / "source")
+    tokenizer().save_pretrained(tmp_path / "source")
+    for name in ("preprocessor_config.json", "optimizer.pt"):
+        (tmp_path / "source" / name).write_text("{}")
+    with megacompile.from_pretrained(tmp_path / "source", "1GB", optimizer=adamw) as program:
+        program.export(tmp_path / "new")
+        known = tmp_path / "known"
+        known.mkdir()
+        (known / "tokenizer.json").write_text("its own")
+        program.export(known, beside=True)
+    written = {file.name for file in (tmp_path / "new").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"} < written
+    assert "optimizer.pt" not in written
+    text = "a text"
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert again(text) == tokenizer()(text)
+    assert (known / "tokenizer.json").read_text() == "its own"
+    assert (known / "tokenizer_config.json").exists()
 
 
 def test_a_plain_module_is_exported_without_config(tmp_path: Path) -> None:
