@@ -70,8 +70,8 @@ def describe(model: nn.Module) -> Description:
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
-    named = getattr(configs[0], "name_or_path", None)
-    source = Path(named) if named and Path(named).is_dir() else None
+    loaded_from = getattr(configs[0], "name_or_path", None)
+    source = Path(loaded_from) if loaded_from and Path(loaded_from).is_dir() else None
     return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies, source)
 
 
