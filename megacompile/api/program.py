@@ -62,7 +62,7 @@ from megacompile.state.checkpoint import (
 )
 from megacompile.state.host_arena import resident_peak_bytes, trim_heap
 from megacompile.state.masters import HostState, Snapshot
-from megacompile.state.model_export import describe, export_model
+from megacompile.state.model_export import describe, export_model, saved_masters
 from megacompile.state.model_values import Lending
 from megacompile.state.optimizer import check_settings, restore_settings, settings_of
 
@@ -474,6 +474,18 @@ class Program:
         called before the state is laid out."""
         self._session.values.lend_by(lending, self._give_up)
 
+    def expect_mixing(self) -> None:
+        """Keep frozen weights so that :meth:`mix` can change them; comes before the state is laid out."""
+        self._session.values.mixes = True
+
+    @alone
+    def mix(self, other: Program, share: float) -> None:
+        """Add a share of the weights of another program, whose model has the same ones, to the rest of this
+        one's, frozen ones too: each in its model's dtype, one at a time. One process alone does."""
+        self.synchronize()
+        other.synchronize()
+        self._session.values.mix(other._session.values, share)
+
     def __enter__(self) -> Self:
         return self
 
@@ -626,6 +638,12 @@ class Program:
             save_checkpoint(Path(folder), source, buffers, progress, session.world)
         if then is not None:
             then(None)
+
+    @alone
+    def resume(self, folder: str | os.PathLike[str]) -> None:
+        """Let a rollout that comes before the state is laid out have the values of a checkpoint, which
+        :meth:`load` is given afterwards."""
+        self._session.values.resumed = saved_masters(Path(folder))
 
     @alone
     def load(self, folder: str | os.PathLike[str]) -> None:

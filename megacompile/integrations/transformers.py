@@ -372,7 +372,11 @@ class Mixin(Saving, Updates, Evaluation):
         self._drop_update()
         self._no_updates()
         self._planned = False
-        self._programmed()
+        program = self._programmed()
+        if self._checkpoint is not None and is_owned(self.model):
+            self._laid_out([])
+        elif self._checkpoint is not None:  # the first step may begin with a rollout
+            program.resume(self._checkpoint)
         return prepared
 
     def _programmed(self) -> Program:

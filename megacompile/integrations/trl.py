@@ -8,11 +8,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -22,9 +24,10 @@ from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.padding import bucket_length, pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.integrations.evaluation import OutsideModel, as_long_as_others, longest_of, longest_row
-from megacompile.integrations.saving import learns_prompts, start_without_effect, virtual_tokens
+from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
 from megacompile.integrations.transformers import Mixin
+from megacompile.state.checkpoint import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
 
@@ -246,6 +249,9 @@ class TokenModel(OutsideModel):
         model: nn.Module = self._trainer.model
         return model
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
     def _programmed(self) -> Program:
         program: Program = self._trainer._programmed()
         return program
@@ -368,27 +374,40 @@ class ReferenceModel(TokenModel):
     has the device's memory while it runs, and the policy's program else.
 
     A program trains something: here that is the last of the smallest parameters, which no step is made for;
-    so frozen weights are kept as those of a policy are, and no moments beside them.
+    so frozen weights are kept as those of a policy are, and no moments beside them. ``mixes`` says that the
+    policy's are to be mixed into them. ``checkpoint`` is loaded when they are laid out.
     """
 
-    def __init__(self, trainer: Any, model: nn.Module) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Any, model: nn.Module, *, mixes: bool = False) -> None:
         self._reference = unwrapped(model)
+        super().__init__(trainer)
+        self.checkpoint: Path | None = None
+        self._foreseen = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
         without_fused_head(self._reference)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         last = min(reversed(list(model.parameters())), key=Tensor.numel)
         model.requires_grad_(False)
         optimizer = torch.optim.AdamW([last.requires_grad_()])
         options = compile_options(trainer.args, model, trainer._config)
-        self._program = compile(model, optimizer=optimizer, **options | {"dump": None})
+        self.program = compile(model, optimizer=optimizer, **options | {"dump": None})
+        if mixes:
+            self.program.expect_mixing()
+
+    def foresee(self, inputs: dict[str, Any]) -> None:
+        """Compute the outputs of a call that a loss makes while the policy's program has the device."""
+        self._foreseen[inputs["input_ids"]] = self._computed(inputs)
 
     def __call__(self, **inputs: Any) -> Any:
+        outputs = self._foreseen.pop(inputs["input_ids"], None)
+        return self._computed(inputs) if outputs is None else outputs
+
+    def _computed(self, inputs: dict[str, Any]) -> Any:
         if self._trainer.program is not None:
             self._trainer.program.vacate()
         try:
             return super().__call__(**inputs)
         finally:
-            self._program.vacate()
+            self.program.vacate()
 
     @staticmethod
     def outputs(trainer: Any) -> Any:
@@ -399,19 +418,23 @@ class ReferenceModel(TokenModel):
         return self._reference
 
     def _programmed(self) -> Program:
-        return self._program
+        return self.program
 
     def _laid_out(self, batch: dict[str, Any]) -> Program:
         if not is_owned(self._reference):
-            self._program.prepare(batch, outputs=self.outputs(self._trainer))
-        return self._program
+            self.program.prepare(batch, outputs=self.outputs(self._trainer))
+        if self.checkpoint is not None:
+            self.program.load(self.checkpoint)
+            self.checkpoint = None
+        return self.program
 
-    def release(self) -> None:
+    def release(self) -> nn.Module:
         """Give the model its values back, and end the program."""
-        self._program.release()
+        self.program.release()
         self._reference.requires_grad_(False)
         for parameter in self._trained:
             parameter.requires_grad_()
+        return self._reference
 
 
 def without_fused_head(model: Any) -> None:
@@ -428,37 +451,118 @@ def without_memory_of(model: nn.Module, config: MegacompileConfig) -> Megacompil
     return replace(config, host_budget=f"{max(left, 1)}B")
 
 
-class ReferenceMixin(TokenMixin):
+class BesideReference(TokenMixin):
+    """A trainer of TRL beside a reference that stays, as ``ref_model``, and may follow the policy
+    (``sync_ref_model``): then checkpoints have it too."""
+
+    ref_model: Any
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Return whether the reference is asked while the policy is trained."""
+        return self.ref_model is not None
+
+    def _make_room(self) -> None:
+        """Take a reference that stays off the host budget, and refuse one that cannot follow."""
+        if not self._keeps_reference:
+            return
+        self._config = without_memory_of(self.ref_model, self._config)
+        shapes = [[p.shape for p in model.parameters()] for model in (self.model, self.ref_model)]
+        if self.args.sync_ref_model and (shapes[0] != shapes[1] or self.args.world_size > 1):
+            raise MegacompileError(
+                f"{type(self).__name__}(sync_ref_model=True) mixes each weight of the policy into its "
+                "reference's, in one process: give a ref_model that has the same weights, not coded, and one "
+                "rank."
+            )
+
+    def add_callback(self, callback: Any) -> None:
+        """As upstream, with TRL's mixture of weights by programs."""
+        if isinstance(callback, trl.SyncRefModelCallback):
+            callback.sync_target_model = self._follow
+        super().add_callback(callback)
+
+    def _follow(self, policy: nn.Module, reference: nn.Module, share: float) -> None:
+        assert self.program is not None
+        self.ref_model.program.mix(self.program, share)
+
+    def _programmed(self) -> Program:
+        if self._keeps_reference and isinstance(self.ref_model, nn.Module):
+            self.ref_model = ReferenceModel(self, self.ref_model, mixes=self.args.sync_ref_model)
+        return super()._programmed()
+
+    def _prepare_for_training(self, steps: int, loader: Any, resumed: str | None = None) -> Any:
+        checkpoint = Path(resumed) / "reference" if resumed and self.args.sync_ref_model else None
+        if checkpoint is not None:
+            read_manifest(checkpoint)
+        prepared = super()._prepare_for_training(steps, loader, resumed)
+        if checkpoint is not None:
+            self.ref_model.checkpoint = checkpoint
+        return prepared
+
+    def _save_large(self, writing: Writing) -> None:
+        if self.args.sync_ref_model and not self.args.save_only_model:
+            with writing.small():
+                self.ref_model.program.save(writing.folder / "reference")
+        super()._save_large(writing)
+
+    def release(self) -> nn.Module:
+        if isinstance(self.ref_model, ReferenceModel):
+            self.ref_model = self.ref_model.release()
+        return super().release()
+
+
+class ComparedModel(TokenModel):
+    """Gives what TRL's fused head would to a loss that asks the reference for the same next: that is computed
+    first, while no step has the device."""
+
+    def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        program, reference = self._programmed(), self._trainer.ref_model
+        if fused_lm_head and isinstance(reference, ReferenceModel) and not program.plans_only:
+            asked = {name: value for name, value in inputs.items() if name != "output_router_logits"}
+            reference.foresee(asked | {"fused_lm_head": True})
+        return super().__call__(fused_lm_head=fused_lm_head, **inputs)
+
+
+class ReferenceMixin(BesideReference):
     """A trainer of TRL whose loss compares the policy with a reference; before TRL's class.
 
     The reference's log-probabilities are computed when training begins, or the first evaluation, under the
     same budget. It is the policy as it is given, or ``ref_model``, whose program has ended when the policy's
-    begins.
+    begins. Where it follows the policy, or data are a stream, it stays, and is asked beside the policy.
     """
 
+    _outside = ComparedModel
     _defaults: Callable[[], Any]
     _compares = False  # the reference's log-probabilities are there, or under way
     _begins = False  # they are under way
-    ref_model: Any
 
     def __init__(
         self, model: Any, ref_model: Any = None, args: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
         args = args or self._defaults()
-        if args.sync_ref_model:
-            raise MegacompileError(
-                f"{type(args).__name__}(sync_ref_model=True) is not supported, as the reference's "
-                "log-probabilities are computed before training: leave it out."
-            )
-        args.precompute_ref_log_probs = True
+        data = [*rest[1:3], kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
+        parts = [part for of in data for part in (of.values() if isinstance(of, dict) else [of])]
+        streams = any(part is not None and not isinstance(part, Sized) for part in parts)
+        if not args.sync_ref_model:
+            args.precompute_ref_log_probs = not streams
         super().__init__(model, ref_model, args, *rest, **kwargs)
+        if streams and self.ref_model is None:
+            raise MegacompileError(
+                f"{type(self).__name__} cannot switch adapters off beside each step, as a reference of data "
+                "that are a stream needs: give Datasets that have rows, or a copy of the model as ref_model=."
+            )
+        self._make_room()
+
+    @property
+    def _keeps_reference(self) -> bool:
+        return not self.args.precompute_ref_log_probs
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's, of the reference that was given by a program of its own."""
         if not isinstance(dataset, Sized):
             raise MegacompileError(
-                f"The {name} data are a stream, of which no reference can be computed before training: give "
-                "a Dataset that has rows."
+                f"The {name} data are a stream, of which no reference can be computed at once: give a "
+                "Dataset that has rows."
             )
         given = self.ref_model
         if not self._compares and given is None:
@@ -491,7 +595,7 @@ class ReferenceMixin(TokenMixin):
     def _compute_references(self) -> None:
         """Add the reference's log-probabilities to all data, once: as TRL does when a trainer is made, where
         nothing could be planned yet."""
-        if self._compares:
+        if self._compares or self._keeps_reference:
             return
         args, held_out = self.args, self.eval_dataset
         rows = [
@@ -518,11 +622,17 @@ class ReferenceMixin(TokenMixin):
         self.train_dataset, self.eval_dataset = train, held_out
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """TRL's, of the reference that was given, or of the policy: nothing has trained it yet, and adapters
-        change nothing yet, so they need not be switched off."""
+        """TRL's, of the reference that was given, or of the policy: where nothing has trained it yet, and
+        adapters change nothing yet, they need not be switched off."""
         if self.ref_model is not None:
             return super().compute_ref_log_probs(model, inputs)
         self._refuse_other_reference()
+        adapters = getattr(self.model, "peft_config", {})
+        if self.state.global_step or not (
+            "ref" in adapters or not adapters or start_without_effect(self.model)
+        ):
+            self._programmed()  # of the adapters that are trained
+            return super().compute_ref_log_probs(SwitchedModel(self, None), inputs)
         self.ref_model = outside = TokenModel(self, None)
         try:
             return super().compute_ref_log_probs(outside, inputs)
@@ -530,20 +640,19 @@ class ReferenceMixin(TokenMixin):
             self.ref_model = None
 
     def _refuse_other_reference(self) -> None:
-        """Refuse adapters that TRL would have to switch off, or to switch to others."""
-        name = type(self).__name__
-        if self.state.global_step:
+        """Refuse a policy that is trained, and prompts, which cannot be switched off."""
+        name, adapters = type(self).__name__, getattr(self.model, "peft_config", {})
+        prompts = learns_prompts(self.model)
+        if self.state.global_step and (prompts or not adapters):
             raise MegacompileError(
                 "evaluate() was given data after training, and the policy is the reference no more: give "
                 f"{name} these data as eval_dataset=, or a copy of the model as ref_model=."
             )
-        if not hasattr(self.model, "peft_config") or "ref" in self.model.peft_config:
-            return
-        if learns_prompts(self.model) or not start_without_effect(self.model):
+        if prompts and "ref" not in adapters:
             raise MegacompileError(
-                f"{name}(peft_config=...) cannot switch these adapters off, as its reference needs: they "
-                "change the model from the start. Give it a copy of the model as ref_model=; or "
-                "peft.get_peft_model(model, peft_config) as model, and they belong to the reference."
+                f"{name}(peft_config=...) cannot switch off prompts that are learned, as its reference needs: "
+                "give a copy of the model as ref_model=; or peft.get_peft_model(model, peft_config) as model, "
+                "and they belong to the reference."
             )
 
 
@@ -617,14 +726,12 @@ def _as_trained(model: Any) -> Iterator[None]:
             model.set_adapter(active)
 
 
-class PolicyMixin(TokenMixin):
+class PolicyMixin(BesideReference):
     """A trainer of TRL that learns from completions of its own, made in a rollout; before TRL's class."""
 
     _outside = PolicyModel
     _defaults: Callable[[], Any]
     _entropy_bonus_enabled = False
-    _reference: ReferenceModel | None = None
-    ref_model: Any
     model_wrapped: Any
     vllm_generation: Any
     _current_train_step_time: float
@@ -637,7 +744,6 @@ class PolicyMixin(TokenMixin):
             "use_transformers_continuous_batching": (args.use_transformers_continuous_batching, False),
             "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), False),
             "world_size": (args.world_size, 1),
-            "sync_ref_model": (args.sync_ref_model, False),
         }
         for name, (value, supported) in refused.items():
             if value != supported:
@@ -657,8 +763,7 @@ class PolicyMixin(TokenMixin):
                 f"{type(self).__name__} cannot switch off prompts that are learned, as the reference of "
                 f"beta={args.beta} needs: set beta to 0.0, or learn other adapters."
             )
-        if self.ref_model is not None:
-            self._config = without_memory_of(self.ref_model, self._config)
+        self._make_room()
 
     @property
     def _token_outputs(self) -> TokenOutputs:  # type: ignore[override]
@@ -708,19 +813,8 @@ class PolicyMixin(TokenMixin):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream; of the policy as it is now, and of a reference, by a program."""
-        if isinstance(model, TokenModel):
-            outside = model
-        elif model is self.ref_model:
-            self._reference = outside = self._reference or ReferenceModel(self, model)
-        else:
-            outside = SwitchedModel(self, None)
+        outside = model if isinstance(model, TokenModel) else SwitchedModel(self, None)
         return super()._get_per_token_logps_and_entropies(outside, *args, **kwargs)
-
-    def release(self) -> nn.Module:
-        if self._reference is not None:
-            self._reference.release()
-            self._reference = None
-        return super().release()
 
 
 class GRPOTrainer(PolicyMixin, trl.GRPOTrainer):

@@ -74,28 +74,14 @@ class TPOTrainer(Mixin, tpo.TPOTrainer):
 
 
 class TeacherModel(ReferenceModel):
-    """Gives a teacher's outputs, by a program of its own; those of a batch that were foreseen, once.
-
-    A loss asks for them while the student's program has the device.
-    """
-
-    def __init__(self, trainer: Any, model: nn.Module) -> None:
-        super().__init__(trainer, model)
-        self._foreseen: dict[int, Any] = {}
-
-    def foresee(self, batch: dict[str, Any]) -> None:
-        """Compute the outputs of a batch that will be asked for."""
-        self._foreseen[id(batch["input_ids"])] = super().__call__(**batch)
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._foreseen.pop(id(inputs["input_ids"]))
+    """Gives a teacher's outputs, by a program of its own."""
 
     def eval(self) -> TeacherModel:
         return self
 
     def rollout(self) -> Any:
         """Return the context in which the teacher generates."""
-        return self._program.rollout()
+        return self.program.rollout()
 
     @staticmethod
     def outputs(trainer: Any) -> Any:

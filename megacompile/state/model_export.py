@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -194,6 +194,14 @@ def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor
         raise MegacompileError(f"{folder} is of another model: only the {where} has {different[0]}.")
     for name, shape in shapes.items():
         yield name, _value(folder, places, name, wholes.get(name), shape)
+
+
+def saved_masters(folder: Path) -> Callable[[str, tuple[int, ...]], Tensor | None]:
+    """Return what reads a parameter's FP32 master by its name and shape; None where there is none."""
+    folder = folder.resolve()
+    manifest, places = read_manifest(folder)
+    wholes = by_whole(manifest.layout.parameters)
+    return lambda name, shape: _value(folder, places, name, wholes[name], shape) if name in wholes else None
 
 
 def _value(folder: Path, places: Places, name: str, pieces: Pieces | None, shape: tuple[int, ...]) -> Tensor:

@@ -395,10 +395,14 @@ class ModelValues:
     """Reads and writes a model's parameters (FP32 masters) and persistent buffers.
 
     ``source`` gives the values of parameters on the meta device until a program takes the model over.
-    ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`.
+    ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`. ``resumed`` reads
+    those of a checkpoint that is loaded when a program has taken the model over, by name and shape. ``mixes``
+    says that :meth:`mix` will change frozen values too.
     """
 
     give_up: Callable[[], None]
+    resumed: Callable[[str, tuple[int, ...]], Tensor | None] | None = None
+    mixes = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
         self.model, self._optimizer = model, optimizer
@@ -434,7 +438,7 @@ class ModelValues:
         Within ``reading`` all updates of the state are over.
         """
         _move(self.model, state, homes, self._source)
-        self._source = None  # and with it what it may hold
+        self._source = self.resumed = None  # and with it what it may hold
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
@@ -514,8 +518,23 @@ class ModelValues:
             return nn.Parameter(value, parameter.requires_grad)
 
     def exact(self, names: Iterable[str]) -> list[str]:
-        """Those of the parameters, none of which was taken over, whose values bfloat16 holds as they are."""
-        return [name for name in names if is_exact(self._own(name, self.model.get_parameter(name)))]
+        """Those of the parameters, none of which was taken over, whose values bfloat16 holds as they are, and
+        will, where others are mixed into them."""
+        named = ((name, self.model.get_parameter(name)) for name in names)
+        return [
+            name
+            for name, p in named
+            if (p.dtype == torch.bfloat16 or not self.mixes) and is_exact(self._own(name, p))
+        ]
+
+    def mix(self, others: ModelValues, share: float) -> None:
+        """Add ``share`` of the values of another model, of the same parameters in the same order, to the rest
+        of our own, each in its model's dtype, one at a time."""
+        ours, theirs = (of._named or dict(of.model.named_parameters()) for of in (self, others))
+        for (name, parameter), (other, source) in zip(ours.items(), theirs.items(), strict=True):
+            value = self._read(name, parameter).to(parameter.dtype)
+            value.mul_(1 - share).add_(others._read(other, source).to(source.dtype), alpha=share)
+            self._write(name, parameter, value)
 
     def parameters(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Each parameter, or each trained one, in FP32 by its name, tied ones once; copies, one at a time."""
@@ -637,6 +656,9 @@ class ModelValues:
 
     def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter's value that no program has."""
+        saved = self.resumed and self.resumed(name, stored_shape(parameter))
+        if saved is not None:
+            return saved
         if parameter.is_meta and self._source is not None:
             return self._source(name)
         return stored_value(parameter)

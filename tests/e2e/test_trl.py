@@ -88,14 +88,16 @@ def dpo(
     make: Callable[[], nn.Module],
     peft_config: Any = None,
     ref_model: Callable[[], nn.Module | None] = lambda: None,
+    streams: bool = False,
     **given: Any,
 ) -> Any:
     data = preferences()
+    train = data.select(range(4))
     return kind(
         model=make(),
         ref_model=ref_model(),
-        args=trl.DPOConfig(output_dir=str(folder), **SETTINGS | given | {"precompute_ref_log_probs": True}),
-        train_dataset=data.select(range(4)),
+        args=trl.DPOConfig(output_dir=str(folder), **SETTINGS | {"precompute_ref_log_probs": True} | given),
+        train_dataset=train.to_iterable_dataset() if streams else train,
         eval_dataset=data.select(range(4, 8)),
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -157,6 +159,9 @@ def test_dpo_logs_what_trl_does(
         assert len(compiled) == len({(kind, rows) for kind, rows, _ in compiled}), (
             "shorter rows run on longer"
         )
+    if make is lora:  # adapters are switched
+        compare_later(*trainers)
+        return
     with pytest.raises(ValueError, match="ref_model"):  # of data that came later the policy is none
         trainers[0].evaluate(preferences().select(range(2, 7)))
 
@@ -174,13 +179,22 @@ def test_rows_are_not_padded_to_what_the_longest_could_be(
     assert lengths and max(lengths) <= longest < 256
 
 
-def test_dpo_refuses_adapters_that_its_reference_has_not(tmp_path: Path) -> None:
-    model: Any = virtual_tokens()
+def test_dpo_beside_adapters_that_change_the_model_from_the_start(tmp_path: Path) -> None:
+    """They are switched off for the reference, also of data that come after training; prompts cannot be."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
-    drawn = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    for new in (model.peft_config["default"], drawn):
-        with pytest.raises(megacompile.MegacompileError, match=r"as ref_model=; or peft\.get_peft_model"):
-            dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), peft_config=new)
+    drawn = peft.LoraConfig(
+        r=2, target_modules=["down_proj"], task_type="CAUSAL_LM", init_lora_weights=False, lora_alpha=64
+    )
+    trainers = []
+    for kind in (ours.DPOTrainer, trl.DPOTrainer):
+        torch.manual_seed(3)
+        trainers.append(dpo(kind, tmp_path, lambda: build("llama", layers=1), peft_config=drawn))
+    compare(trainers)
+    assert abs(logs(trainers[0])[0]["rewards/margins"]) > 1e-3
+    compare_later(*trainers)
+    model: Any = virtual_tokens()
+    with pytest.raises(megacompile.MegacompileError, match=r"as ref_model=; or peft\.get_peft_model"):
+        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), peft_config=model.peft_config["default"])
 
 
 def another() -> nn.Module:
@@ -212,21 +226,41 @@ def test_dpo_beside_a_reference_that_is_given(
     plain = ref_model()
     for (name, kept), value in zip(mine.ref_model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(kept, value) and kept.requires_grad == value.requires_grad, name
+    compare_later(mine, theirs)
+
+
+def compare_later(mine: Any, theirs: Any) -> None:
+    """Of data that come after training."""
     later = [trainer.evaluate(preferences().select(range(2, 7))) for trainer in (mine, theirs)]
     found, wanted = ({k: v for k, v in e.items() if not any(c in k for c in CLOCK)} for e in later)
     assert found == ROUNDED(wanted)
 
 
-def test_a_reference_that_changes_or_has_no_data_yet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(megacompile.MegacompileError, match=r"sync_ref_model=True\) is not supported"):
-        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama"), sync_ref_model=True)
-    with pytest.raises(megacompile.MegacompileError, match="The train data are a stream"):
-        ours.DPOTrainer(
-            build("llama"),
-            args=trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS | {"eval_strategy": "no"}),
-            train_dataset=preferences().to_iterable_dataset(),
-            processing_class=tokenizer(),
-        )
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 2}, id="that follows the policy"),
+        pytest.param({"streams": True}, id="of a stream"),
+    ],
+)
+def test_dpo_beside_a_reference_that_stays(given: Mapping[str, Any], tmp_path: Path) -> None:
+    given = {"precompute_ref_log_probs": False, "ref_model": lambda: build("llama", layers=1), **given}
+    mine, theirs = (
+        dpo(kind, tmp_path, lambda: build("llama", layers=1), **given)
+        for kind in (ours.DPOTrainer, trl.DPOTrainer)
+    )
+    compare([mine, theirs])
+    mine.release()
+    for value, expected in zip(mine.ref_model.parameters(), theirs.ref_model.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=2e-5)
+
+
+def test_what_a_reference_cannot_do_beside_the_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(megacompile.MegacompileError, match="give a ref_model that has the same weights"):
+        dpo(ours.DPOTrainer, tmp_path, lambda: build("llama", layers=1), ref_model=another,
+            sync_ref_model=True, precompute_ref_log_probs=False)  # fmt: skip
+    with pytest.raises(megacompile.MegacompileError, match="a stream needs: give Datasets that have rows"):
+        dpo(ours.DPOTrainer, tmp_path, lora, streams=True)
 
 
 def compare(both: list[Any]) -> None:
