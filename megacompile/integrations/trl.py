@@ -650,9 +650,9 @@ class ReferenceMixin(BesideReference):
             )
         if prompts and "ref" not in adapters:
             raise MegacompileError(
-                f"{name}(peft_config=...) cannot switch off prompts that are learned, as its reference needs: "
-                "give a copy of the model as ref_model=; or peft.get_peft_model(model, peft_config) as model, "
-                "and they belong to the reference."
+                f"{name}(peft_config=...) cannot switch off learned prompts, as its reference needs: give a "
+                "copy of the model as ref_model=; or peft.get_peft_model(model, peft_config) as model, and "
+                "they belong to the reference."
             )
 
 

@@ -67,11 +67,11 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
 # ---- kill -9 ----
 
 
-@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("learn", 1)])
+@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("learn", 4)])
 def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(
     kind: str, times: int, tmp_path: Path
 ) -> None:
-    """By its own loss, at file operations and updates; by reinforcement, within rollouts."""
+    """At file operations and updates; by reinforcement within rollouts too."""
     pytest.importorskip("trl" if kind == "learn" else "transformers")
     code = "import runpy; runpy.run_module('tests.support.kills', run_name='__main__', alter_sys=True)"
     output = run_script(code, tmp_path, times, 0, kind)

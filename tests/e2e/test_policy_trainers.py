@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,10 @@ def compare(mine: Any, plain: Any, tolerance: float = 2e-6) -> None:
     for trainer in (mine, plain):
         transformers.set_seed(0)
         trainer.train()
+    same_logs(mine, plain, tolerance)
+
+
+def same_logs(mine: Any, plain: Any, tolerance: float = 2e-6) -> None:
     assert len(logs(mine)) == len(logs(plain)) > 1
     assert any(entry.get("grad_norm", 0) > 0 for entry in logs(plain))
     for entry, other in zip(logs(mine), logs(plain), strict=True):
@@ -311,6 +318,43 @@ def test_the_example_learns(
     grpo.main()
     rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if "█" in line]
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
+
+
+def test_trls_own_script_runs_with_one_import_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``trl/scripts/grpo.py`` as it is installed, from a command line; its logs are those of it as it is."""
+    source = (Path(trl.__file__).parent / "scripts" / "grpo.py").read_text()
+    names = "get_dataset, get_peft_config, get_quantization_config"
+    before = f"    from trl import GRPOTrainer, {names}\n"
+    after = f"    from megacompile.integrations.trl import GRPOTrainer\n    from trl import {names}\n"
+    assert source.count(before) == 1
+    saved(tmp_path)
+    tokenizer().save_pretrained(tmp_path / "start")
+    rows = "\n".join(json.dumps({"prompt": text}) for text in sentences(8, 1))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(rows)
+    given = SETTINGS | {
+        "model_name_or_path": tmp_path / "start",
+        "dtype": "float32",
+        "dataset_name": tmp_path / "data",
+        "reward_funcs": f"{__name__}.early_letters",
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "beta": 0.1,
+        "report_to": "none",
+    }
+    finished: list[Any] = []
+    monkeypatch.setattr(transformers.Trainer, "save_model", lambda trainer, _: finished.append(trainer))
+    for text, folder in ((source.replace(before, after), "mine"), (source, "plain")):
+        module = types.ModuleType("script")
+        monkeypatch.setitem(sys.modules, "script", module)  # where its dataclass looks
+        script = vars(module)
+        exec(compile(text, "grpo.py", "exec"), script)
+        settings = given | {"output_dir": tmp_path / folder}
+        arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        script["main"](*script["make_parser"]().parse_args_and_config(arguments))
+    same_logs(*finished)
 
 
 class Server:

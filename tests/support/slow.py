@@ -21,7 +21,7 @@ SLOW = (
     r"test_policy_trainers\.py::test_references_log\w+\[(GRPO\w+-adapters|RLOO\w+-(a copy|adapters off))",
     r"test_policy_trainers\.py::test_a_reference_that_follows\w+\[(RLOO|KTO)",
     r"test_policy_trainers\.py::test_a_training_goes_on\w+\[alone",
-    r"test_policy_trainers\.py::test_the_example_learns",
+    r"test_policy_trainers\.py::test_(the_example_learns|trls_own_script)",
     r"test_lent_models\.py::test_texts_of_a_seq2seq_trainer\[False",
     r"test_policy_trainers\.py::test_a_server_is_handed_the_weights_one_by_one\[RLOO",
     r"test_rollout\.py::test_weights_are_handed_over_by_name\w+\[dtype0",
