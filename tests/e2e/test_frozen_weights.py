@@ -178,6 +178,23 @@ def test_values_that_would_be_rounded_are_refused_before_anything_changes() -> N
     program.close()
 
 
+@pytest.mark.parametrize("make", [half, rounded, single])
+def test_weights_of_another_program_are_mixed_in_as_torch_does(make: Callable[[], nn.Module]) -> None:
+    """In the model's dtype; in FP32 also where bf16 held what the frozen ones were."""
+    reference, policy = compiled(make()), compiled(make())
+    reference.expect_mixing()
+    reference.prepare(batch_for("llama"))
+    train(policy)
+    reference.mix(policy, 0.6)
+    loss, expected, other = reference.evaluate(batch_for("llama")), make(), policy.release()
+    for mine, theirs in zip(expected.parameters(), other.parameters(), strict=True):
+        mine.data.mul_(0.4).add_(theirs.data, alpha=0.6)
+    mixed = reference.release()
+    for (name, value), wanted in zip(mixed.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, wanted), name
+    assert loss == compiled(expected).evaluate(batch_for("llama"))
+
+
 def test_the_values_of_the_first_step_decide() -> None:
     """What a model is given between compilation and its first step counts."""
     program = compiled(rounded())
