@@ -382,7 +382,7 @@ class ReferenceModel(TokenModel):
         self._reference = unwrapped(model)
         super().__init__(trainer)
         self.checkpoint: Path | None = None
-        self._foreseen = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._foreseen: Any = WeakTensorKeyDictionary()
         without_fused_head(self._reference)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         last = min(reversed(list(model.parameters())), key=Tensor.numel)
