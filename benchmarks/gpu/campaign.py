@@ -3,7 +3,7 @@
 In: stages in the order of their worth, and a folder. Out, in the folder: ``results.jsonl``, a line per
 finding and per stage that ended; ``campaign.log``, all that the stages printed. A stage that fails, hangs or
 loses the device costs itself, and what needs it is left out. A later call goes on: what is missing first,
-then what failed.
+then what failed. What a stage learns takes the place of what it learnt in a call before.
 
 It imports the standard library alone, so that a broken environment is the finding of a stage and ends no
 campaign.
@@ -12,6 +12,8 @@ campaign.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import shutil
@@ -44,7 +46,8 @@ class Stage:
     It is stopped after ``limit`` seconds, expected to take ``expected``, and not begun with less than that
     left. ``needs`` names a stage without which it is of no use. One with ``beside`` runs beside the stages
     that follow, up to the one of that name. What a stage with ``here`` learns holds for this machine, until
-    it is started anew.
+    it is started anew; one with ``checks`` says whether the source is right, and is run again where that has
+    changed.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Stage:
     needs: str = ""
     beside: str = ""
     here: bool = False
+    checks: bool = False
 
 
 def drive(
@@ -102,13 +106,11 @@ def drive(
 
 
 def earlier(stages: Sequence[Stage], folder: Path) -> dict[str, str]:
-    """The statuses that earlier calls left, without those that held for another machine."""
-    status: dict[str, str] = {}
-    here = {s.name for s in stages if s.here}
-    for entry in entries(folder):
-        if "status" in entry and (entry["stage"] not in here or entry.get("boot") == boot()):
-            status[entry["stage"]] = entry["status"]
-    return status
+    """The statuses that earlier calls left, without those that held for another machine or source."""
+    ended = {e["stage"]: e for e in entries(folder) if "status" in e}
+    past = {s.name for s in stages if s.here and ended.get(s.name, {}).get("boot") != boot()}
+    past |= {s.name for s in stages if s.checks and ended.get(s.name, {}).get("source") != source(s)}
+    return {name: entry["status"] for name, entry in ended.items() if name not in past}
 
 
 def _in_order(stages: Sequence[Stage], status: dict[str, str], only: Sequence[str]) -> list[Stage]:
@@ -130,6 +132,7 @@ def _run(
 ) -> None:
     """Run a stage; its status, in ``status``, in the results and on the screen."""
     begun = time.monotonic()
+    append(folder, stage=stage.name, begun=True)
     own_log = folder / f"{stage.name.replace(' ', '_')}.log"
     with own_log.open("wb") as log:
         child = subprocess.Popen(
@@ -145,7 +148,8 @@ def _run(
     tail = _tail(text.decode(errors="replace"))
     taken = round(time.monotonic() - begun, 1)
     more = {"tail": tail} if status[stage.name] not in (OK, WRONG) else {}
-    append(folder, stage=stage.name, status=status[stage.name], seconds=taken, boot=boot(), **more)
+    append(folder, stage=stage.name, status=status[stage.name], seconds=taken, boot=boot(), source=source(stage),
+           **more)  # fmt: skip
     _say(start, stage.name, f"{status[stage.name]}, {taken:.0f} s")
     if more:
         print(tail, flush=True)
@@ -196,13 +200,37 @@ def append(folder: Path, **entry: Any) -> None:
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
-    """The results so far, in their order; a line that a kill cut off is left out."""
+    """The results that hold, in their order: of a stage, those since it was begun last.
+
+    A line that a kill cut off is left out.
+    """
     path = folder / RESULTS
     read: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
-            read.append(json.loads(line))
+            entry = json.loads(line)
+            if "begun" in entry:
+                read = [e for e in read if e["stage"] != entry["stage"]]
+            else:
+                read.append(entry)
     return read
+
+
+def source(stage: Stage) -> str:
+    """Sixteen digits that stand for the sources of the package and of the stage."""
+    own = ROOT / "benchmarks" / "gpu" / f"{stage.call.split('.')[0]}.py"
+    return hashlib.sha256((_package() + own.read_text()).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _package() -> str:
+    """A digest of all that the package computes with, by file."""
+    said = hashlib.sha256()
+    for folder in ("kernels", "megacompile", "passes"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".c", ".h"):
+                said.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return said.hexdigest()
 
 
 def boot() -> str:

@@ -152,7 +152,7 @@ def small_models(to: Recorder, budget: str, steps: int) -> None:
                 budget, what="budget", available=10**18
             )
             finding["right"] = bool(within and finding["bits repeat"])
-    if not any("losses" in e for e in to.known() if e.get("stage") == to.stage):
+    if not any("losses" in e for e in to.known() if e["stage"] == to.stage):
         raise RuntimeError("No way of training ends a step.")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import campaign
 from benchmarks.gpu.campaign import (
     LOG,
     RESULTS,
@@ -22,6 +23,7 @@ from benchmarks.gpu.campaign import (
     entries,
     environment,
 )
+from benchmarks.gpu.correct import kernels_found_wrong
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page, screen, timetable
 from benchmarks.gpu.stages import stages
@@ -95,6 +97,31 @@ def test_what_holds_for_a_machine_is_asked_of_the_next_one(tmp_path: Path) -> No
     assert earlier(every, tmp_path) == {"kernels": "ok"}
     append(tmp_path, stage="where", status="wrong", seconds=1, boot=boot())
     assert earlier(every, tmp_path) == {"kernels": "ok", "where": "wrong"}
+
+
+def test_what_a_stage_checks_is_checked_again_where_the_source_has_changed(
+    tmp_path: Path, child: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [stage("checks", checks=True), stage("figures")]
+    digests = {s.name: campaign.source(s) for s in [*every, stage("of peers", call="peers.peer")]}
+    assert digests["checks"] == digests["figures"] != digests["of peers"]
+    drive(every, tmp_path, 1000, command=child)
+    drive(every, tmp_path, 1000, command=child)
+    assert (tmp_path / "order").read_text().split() == ["checks", "figures"]
+    monkeypatch.setattr(campaign, "_package", lambda: "another")
+    assert drive(every, tmp_path, 1000, command=child) == {"checks": "ok", "figures": "ok"}
+    assert (tmp_path / "order").read_text().split() == ["checks", "figures", "checks"]
+
+
+def test_a_stage_that_is_begun_again_replaces_what_it_had_learnt(
+    tmp_path: Path, child: tuple[str, ...]
+) -> None:
+    append(tmp_path, stage="kernels", what="kernel rope", kernel="rope", right=False)
+    append(tmp_path, stage="peers", what="plain", right=True)
+    drive([stage("kernels")], tmp_path, 1000, command=child)
+    told = entries(tmp_path)
+    assert [e.get("what", e.get("status")) for e in told] == ["plain", "ok"]
+    assert kernels_found_wrong(Recorder(tmp_path, "a step")) is None
 
 
 def test_a_checkout_that_is_not_installed_imports_whole() -> None:
