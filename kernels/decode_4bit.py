@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels.benchmark import Cost, Operation, Shape
 
 BOOK_BYTES = 64
 CHUNK = 1 << 18
@@ -91,6 +92,37 @@ def decode_weight(stored: Tensor, shape: Sequence[int], block: int, dtype: torch
     """
     decode = decode_4bit_triton if runs_triton(stored) else decode_4bit_reference
     return decode(stored, shape, block, dtype)
+
+
+def _make(shape: Shape, generator: torch.Generator) -> list[Tensor]:
+    """Draw a stored weight, and zeros of the decoded one's form."""
+    count, options = prod(shape), {"generator": generator, "device": generator.device}
+    book = torch.randn(16, **options)
+    scales = torch.rand(ceil_div(count, _PER_SCALE), **options) + 0.5
+    codes = torch.randint(0, 256, (ceil_div(count, 2),), dtype=torch.uint8, **options)
+    stored = torch.cat((book.view(torch.uint8), scales.view(torch.uint8), codes))
+    return [stored, torch.zeros(shape, dtype=torch.float64, device=generator.device)]
+
+
+def _eager(stored: Tensor, like: Tensor) -> Tensor:
+    book, scales, codes = parts(stored, like.numel(), _PER_SCALE)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    levels = book.to(wide)[torch.stack((codes >> 4, codes & 15), 1).int()].view(-1, _PER_SCALE)
+    return (levels * scales.to(wide)[:, None]).view(like.shape).to(like.dtype)
+
+
+_PER_SCALE = 64  # of the benchmark, and QLoRA's
+BENCHMARK = Operation(
+    "decode_4bit",
+    ("inner", "width"),
+    ((4096, 14336),),
+    _make,
+    0,
+    _eager,
+    lambda shape, itemsize: (Cost(stored_bytes(prod(shape), _PER_SCALE) + prod(shape) * itemsize), Cost(0)),
+    lambda stored, like: decode_weight(stored, like.shape, _PER_SCALE, like.dtype),
+    lambda *_: None,
+)
 
 
 @aot_cases

@@ -9,11 +9,13 @@ rounded once, to the result's dtype: bitsandbytes' own in training, bit for bit.
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels.benchmark import Cost, Operation, Shape
 
 CHUNK = 1 << 18
 BLOCK = 2048
@@ -87,6 +89,34 @@ def decode_rows(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     """
     decode = decode_8bit_triton if runs_triton(stored) else decode_8bit_reference
     return decode(stored, shape, dtype)
+
+
+def _make(shape: Shape, generator: torch.Generator) -> list[Tensor]:
+    """Draw a stored weight, and zeros of the decoded one's form."""
+    options = {"generator": generator, "device": generator.device}
+    magnitudes = torch.rand(shape[0], **options) + 0.5
+    codes = torch.randint(0, 256, (prod(shape),), dtype=torch.uint8, **options)
+    stored = torch.cat((magnitudes.view(torch.uint8), codes))
+    return [stored, torch.zeros(shape, dtype=torch.float64, device=generator.device)]
+
+
+def _eager(stored: Tensor, like: Tensor) -> Tensor:
+    magnitudes, codes = parts(stored, len(like))
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return (codes * (magnitudes.to(wide) * STEP)[:, None]).to(like.dtype)
+
+
+BENCHMARK = Operation(
+    "decode_8bit",
+    ("inner", "width"),
+    ((4096, 14336),),
+    _make,
+    0,
+    _eager,
+    lambda shape, itemsize: (Cost(stored_bytes(*shape) + prod(shape) * itemsize), Cost(0)),
+    lambda stored, like: decode_rows(stored, like.shape, like.dtype),
+    lambda *_: None,
+)
 
 
 @aot_cases

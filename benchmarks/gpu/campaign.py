@@ -148,10 +148,10 @@ def _run(
     tail = _tail(text.decode(errors="replace"))
     taken = round(time.monotonic() - begun, 1)
     more = {"tail": tail} if status[stage.name] not in (OK, WRONG) else {}
-    append(folder, stage=stage.name, status=status[stage.name], seconds=taken, boot=boot(), source=source(stage),
-           **more)  # fmt: skip
+    more |= {"boot": boot(), "source": source(stage)}
+    append(folder, stage=stage.name, status=status[stage.name], seconds=taken, **more)
     _say(start, stage.name, f"{status[stage.name]}, {taken:.0f} s")
-    if more:
+    if "tail" in more:
         print(tail, flush=True)
 
 

@@ -6,6 +6,7 @@ import csv
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import warnings
@@ -279,11 +280,11 @@ def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _all_results(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, then gradients."""
+    """Outputs, then gradients, where there are some."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     outputs = _outputs(function(*leaves))
     wanted = [x for x in leaves if x.requires_grad]
-    grads = torch.autograd.grad(outputs, wanted, gradients_like(outputs))
+    grads = torch.autograd.grad(outputs, wanted, gradients_like(outputs)) if wanted else ()
     return [*(o.detach() for o in outputs), *grads]
 
 
@@ -383,7 +384,7 @@ class Bench:
 
         costs = operation.costs(shape, inputs[0].element_size())
         passes = zip(MODES, (forward, backward, full), (*costs, costs[0] + costs[1]), strict=True)
-        for mode, call, cost in passes:
+        for mode, call, cost in passes if wanted else itertools.islice(passes, 1):
             times, peak = self.timer.time(call), self.timer.peak_bytes(call)
             rates = self._rates(cost, times.median, dtype)
             note = "" if times.graph else "timed without a graph"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import megacompile.capture.sdpa  # noqa: F401  # declares attention
+import megacompile.capture.quantized_weights
+import megacompile.capture.sdpa  # noqa: F401  # they declare operators
 from megacompile.kernels.benchmark import Operation, Shape, normal
 from megacompile.kernels.registry import SPECS
 

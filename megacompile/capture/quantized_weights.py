@@ -79,8 +79,8 @@ def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
-declare(OpSpec("decode_4bit"))
-declare(OpSpec("decode_8bit"))
+declare(OpSpec("decode_4bit", benchmarks=(in_blocks.BENCHMARK,)))
+declare(OpSpec("decode_8bit", benchmarks=(in_rows.BENCHMARK,)))
 
 
 # ------------------------------------------------------------------------------------------------------------

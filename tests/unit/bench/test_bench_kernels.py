@@ -45,6 +45,7 @@ SMALL: dict[str, Shape] = {
     "linear_cross_entropy": (33, 32, 300),
     "attention": (2, 4, 2, 33, 16), "capped_attention": (2, 4, 2, 33, 16),
     "gated_delta_rule": (2, 2, 4, 70, 16, 8), "mamba2_chunk_scan": (2, 2, 4, 300, 16, 8),
+    "decode_4bit": (33, 128), "decode_8bit": (33, 96),
 }  # fmt: skip
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -76,10 +77,13 @@ def rows(name: str, *files: Path, timer: FakeTimer | None = None) -> list[Row]:
     return list(bench(*files, timer=timer).rows(OPERATIONS[name], SMALL[name], torch.float32))
 
 
-def test_the_cases_alone_bring_every_operator_that_the_table_names() -> None:
+def test_the_cases_alone_bring_every_operator_and_the_dearest_is_timed_first() -> None:
     asked = "from megacompile.bench.kernel_cases import OPERATIONS; print(*OPERATIONS)"
     ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    assert set(kernel_table._ORDER) == set(ran.stdout.split())
+    order = kernel_table.dearest_first(Roofline(3e12, {torch.bfloat16: 8e14}))
+    assert sorted(order) == sorted(SMALL) == sorted(ran.stdout.split())
+    assert order[:2] == ["linear_cross_entropy", "attention"]
+    assert order[-3:] == ["decode_4bit", "gated_delta_rule", "mamba2_chunk_scan"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,6 +98,7 @@ def test_three_passes_are_timed_and_rated() -> None:
     timer = FakeTimer()
     found = [r for r in rows("rms_norm", timer=timer) if r.provider == "megacompile"]
     assert [r.mode for r in found] == ["forward", "backward", "full"] and timer.calls == 6
+    assert [r.mode for r in rows("decode_4bit", timer=FakeTimer())] == ["forward"] * 2  # no gradient
     one = 33 * 96 * 4
     moved = [2 * one, 3 * one, 5 * one]
     assert [r.gigabytes_per_second for r in found] == pytest.approx([n / 2e-3 / 1e9 for n in moved])
