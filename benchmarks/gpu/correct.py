@@ -145,8 +145,8 @@ def small_models(to: Recorder, budget: str, steps: int) -> None:
             first, second = (_ours(dtype, budget, steps, options) for _ in range(2))
             finding["loss off by"] = max(abs(a - b) / abs(b) for a, b in zip(first[0], exact[0], strict=True))
             finding["weights off by"] = max(float((first[1][n] - w).abs().max()) for n, w in exact[1].items())
-            finding["bits of plain torch"] = _same(first, exact)
-            finding["bits repeat"] = _same(first, second)
+            finding["bits of plain torch"] = same(first, exact)
+            finding["bits repeat"] = same(first, second)
             finding |= {"held": first[2], "losses": first[0]}
             within = finding["loss off by"] <= most and first[2] <= parse_bytes(
                 budget, what="budget", available=10**18
@@ -160,10 +160,11 @@ def races(to: Recorder, seeds: int, steps: int, budget: str) -> None:
     """The same run with random delays of every copy: all bits must be the same."""
     with to.finding("bits under delayed copies") as finding:
         runs = [_ours(torch.bfloat16, budget, steps, {"max_grad_norm": 1.0}, seed) for seed in range(seeds)]
-        finding |= {"runs": seeds, "right": all(_same(run, runs[0]) for run in runs)}
+        finding |= {"runs": seeds, "right": all(same(run, runs[0]) for run in runs)}
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether the losses of two runs, and all their values, have the same bits."""
     return a[0] == b[0] and all(torch.equal(value, b[1][name]) for name, value in a[1].items())
 
 

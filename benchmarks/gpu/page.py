@@ -91,14 +91,14 @@ def _steps(found: list[dict[str, Any]]) -> str:
     rows = []
     for e in found:
         if e["what"].startswith("step: ") and "step s" in e:
-            clipped = ", clipped" if "clipped" in e["what"] else ""
+            how = e["what"].partition(" tokens")[2]  # ", clipped"
             cells = [
                 e[k] for k in ("step s", "predicted s", "bound s", "bound by", "tokens/s", "model TFLOP/s")
             ]
             cells += [e[k] / 1e9 for k in ("peak", "predicted peak", "held")]
             idle = e.get("compute idle")
             cells += ["–" if idle is None else f"{idle:.0%}", f"{e['groups on the device']} of {e['groups']}"]
-            rows.append([e["model"], e["budget"] + clipped, e["tokens"], *cells, e["compile s"]])
+            rows.append([e["model"], e["budget"] + how, e["tokens"], *cells, e["compile s"]])
     return _table(head, rows)
 
 

@@ -60,7 +60,7 @@ def _timed(to: Recorder, run: Step, steps: int) -> float:
             torch.cuda.synchronize()
         spans.append(time.perf_counter() - start)
         to.note("step ended", number=number, seconds=spans[-1])
-    return statistics.median(spans[2:] or spans)
+    return statistics.median(spans[min(2, steps - 1) :])
 
 
 def _step(module: nn.Module, batches: list[dict[str, Any]], *, autocast: bool) -> Step:

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.gpu.campaign import Stage
 
 GIB = 1 << 30
+# batch, heads, key heads, tokens, width
+_ATTENTIONS = [[2, 32, 8, 4096, 128], [1, 32, 8, 32768, 128]]
 
 
 def stages(*, small: bool = False) -> list[Stage]:
@@ -18,59 +20,67 @@ def stages(*, small: bool = False) -> list[Stage]:
 
 
 def _whole() -> list[Stage]:
-    first = [
+    return [
         Stage("where", "machine.where", {}, 30, 3, here=True),
         Stage("memory", "machine.touch_memory", {"piece": 4 * GIB, "pieces": 27}, 60, 34, "", "rates", True),
         Stage("primitives", "machine.primitives", {"nbytes": GIB}, 60, 14, here=True),
-        Stage("kernels", "correct.kernels", {}, 75, 25, "primitives"),
+        Stage("kernels", "correct.kernels", {}, 75, 27, "primitives", checks=True),
         Stage("rates", "machine.rates", {"nbytes": 8 * GIB}, 60, 16, "primitives", here=True),
-        Stage("small models", "correct.small_models", {"budget": "2GB", "steps": 8}, 75, 43, "primitives"),
-        _step("3B in 24 GB", "qwen2.5-3b", 24, 16384, 90, 44),
-        _peer("plain 3B", "plain", "qwen2.5-3b", 80, 16384, 75, 25),
-        _step("8B in 24 GB", "llama-3.1-8b", 24, 32768, 120, 67),
-        _step("8B in 80 GB", "llama-3.1-8b", 80, 32768, 110, 55),
-        _step("3B in 80 GB", "qwen2.5-3b", 80, 16384, 70, 41),
-        Stage("attention", "correct.attention", {"tokens": 1000}, 60, 20, "primitives"),
-        Stage("attention ways", "attention_ways.times", {}, 60, 20, "primitives"),
-        Stage("races", "correct.races", {"seeds": 4, "steps": 10, "budget": "2GB"}, 60, 30, "small models"),
-    ]
-    then = [  # with what is left, and in a second call
-        _step("3B in 8 GB", "qwen2.5-3b", 8, 16384, 90, 40),
+        _small_models("2GB", 8, 75, 43),
+        Stage("features", "features.features", {}, 100, 60, "small models", checks=True),
+        Stage("attention", "correct.attention", {"tokens": 1000}, 60, 20, "primitives", checks=True),
+        _races(4, 10, 60, 30),
+        Stage("attention ways", "attention_ways.times", {"shapes": _ATTENTIONS}, 60, 30, "primitives"),
         _step("8B in 24 GB, clipped", "llama-3.1-8b", 24, 32768, 120, 75, clip=True),
-        _step("8B in 80 GB, 64k tokens", "llama-3.1-8b", 80, 65536, 130, 88),
+        _step("3B in 24 GB, Muon", "qwen2.5-3b", 24, 16384, 100, 50, muon=True),
         Stage("kernel times", "kernel_table.table", {}, 180, 140, "primitives"),
+        _step("8B in 80 GB", "llama-3.1-8b", 80, 32768, 110, 55),
+        _peer("FSDP2 3B", "fsdp2", "qwen2.5-3b", 24, 16384, 170, 135, steps=2),
         Stage("compute-sanitizer", "kernel_table.sanitize", {"seconds": 110.0}, 120, 60, "small models"),
         Stage("ncu", "kernel_table.slowest", {}, 120, 40, "kernel times"),
-        _peer("FSDP2 3B", "fsdp2", "qwen2.5-3b", 24, 16384, 220, 190, steps=3),
+        # what an H100 measured before, as far as there is time
+        _peer("plain 3B", "plain", "qwen2.5-3b", 80, 16384, 75, 25),
+        _step("3B in 24 GB", "qwen2.5-3b", 24, 16384, 90, 44),
+        _step("8B in 24 GB", "llama-3.1-8b", 24, 32768, 120, 67),
+        _step("3B in 80 GB", "qwen2.5-3b", 80, 16384, 70, 41),
+        _step("3B in 8 GB", "qwen2.5-3b", 8, 16384, 90, 40),
+        _step("8B in 80 GB, 64k tokens", "llama-3.1-8b", 80, 65536, 130, 88),
         _peer("DeepSpeed 3B", "deepspeed", "qwen2.5-3b", 24, 16384, 120, 70),
     ]
-    return first + then
 
 
 def _small() -> list[Stage]:
-    tiny = {"tokens": 128, "sequence": 64, "steps": 3}
+    tiny = {"tokens": 128, "sequence": 64, "steps": 3, "limit": 120, "expected": 20}
+    memory = {"piece": 4 << 20, "pieces": 3}
     return [
         Stage("where", "machine.where", limit=60, expected=4, here=True),
-        Stage(
-            "memory",
-            "machine.touch_memory",
-            {"piece": 4 << 20, "pieces": 3},
-            60,
-            1,
-            beside="rates",
-            here=True,
-        ),
+        Stage("memory", "machine.touch_memory", memory, 60, 1, "", "rates", True),
         Stage("primitives", "machine.primitives", {"nbytes": 4 << 20}, 120, 10, here=True),
-        Stage("kernels", "correct.kernels", {}, 300, 30, "primitives"),
+        Stage("kernels", "correct.kernels", {}, 300, 30, "primitives", checks=True),
         Stage("rates", "machine.rates", {"nbytes": 4 << 20}, 300, 20, "primitives", here=True),
-        Stage("small models", "correct.small_models", {"budget": "2GB", "steps": 2}, 300, 45, "primitives"),
-        _step("tiny in 1 GB", "tiny", 1, **tiny, limit=120, expected=20),
-        _peer("plain tiny", "plain", "tiny", 4, **tiny, limit=120, expected=20),
-        _peer("FSDP2 tiny", "fsdp2", "tiny", 4, **tiny, limit=120, expected=20),
+        _small_models("2GB", 2, 300, 45),
+        Stage("features", "features.features", {}, 600, 120, "small models", checks=True),
+        Stage("attention", "correct.attention", {"tokens": 50}, 120, 20, "primitives", checks=True),
+        _races(2, 2, 120, 20),
+        Stage(
+            "attention ways", "attention_ways.times", {"shapes": [[1, 4, 2, 128, 128]]}, 120, 10, "primitives"
+        ),
+        _step("tiny in 1 GB", "tiny", 1, **tiny),
+        _step("tiny in 1 GB, clipped, Muon", "tiny", 1, **tiny, clip=True, muon=True),
         Stage("kernel times", "kernel_table.table", {"most": 64}, 300, 40, "primitives"),
-        Stage("attention", "correct.attention", {"tokens": 50}, 120, 20, "primitives"),
-        Stage("races", "correct.races", {"seeds": 2, "steps": 2, "budget": "2GB"}, 120, 20, "small models"),
+        _peer("plain tiny", "plain", "tiny", 4, **tiny),
+        _peer("FSDP2 tiny", "fsdp2", "tiny", 4, **tiny | {"steps": 2}),
     ]
+
+
+def _small_models(budget: str, steps: int, limit: int, expected: int) -> Stage:
+    settings = {"budget": budget, "steps": steps}
+    return Stage("small models", "correct.small_models", settings, limit, expected, "primitives", checks=True)
+
+
+def _races(seeds: int, steps: int, limit: int, expected: int) -> Stage:
+    settings = {"seeds": seeds, "steps": steps, "budget": "2GB"}
+    return Stage("races", "correct.races", settings, limit, expected, "small models", checks=True)
 
 
 def _step(name: str, model: str, budget: int, tokens: int, limit: int, expected: int, **more: Any) -> Stage:
@@ -88,19 +98,33 @@ def _peer(
 def compiled_ahead() -> list[str]:
     """Programs, each for a process of its own, that compile on a simulated device what the stages launch."""
     steps = [s.settings for s in _whole() if s.call == "steps.step"]
-    return [_KERNELS, *(_PROGRAM.format(**{"clip": False, "state": "fp32"} | s) for s in steps)]
+    return [
+        _KERNELS,
+        _ATTENTION,
+        *(_PROGRAM.format(**{"clip": False, "muon": False, "state": "fp32"} | s) for s in steps),
+    ]
 
 
 _KERNELS = """
 from pathlib import Path
 from tempfile import mkdtemp
-from benchmarks.gpu import correct
+from benchmarks.gpu import correct, features, kernel_table
 from benchmarks.gpu.findings import Recorder
 to = Recorder(Path(mkdtemp()), "ahead")
 correct.kernels(to)
 correct.small_models(to, "2GB", 1)
+features.features(to)
+correct.attention(to, 1000)
+kernel_table.compile_ahead()
+"""
+_ATTENTION = f"""
+from pathlib import Path
+from tempfile import mkdtemp
+from benchmarks.gpu import attention_ways
+from benchmarks.gpu.findings import Recorder
+attention_ways.times(Recorder(Path(mkdtemp()), "ahead"), {_ATTENTIONS})
 """
 _PROGRAM = """
 from benchmarks.gpu.steps import compile_ahead
-compile_ahead({model!r}, {budget!r}, {tokens}, {clip}, {state!r})
+compile_ahead({model!r}, {budget!r}, {tokens}, {clip}, {muon}, {state!r})
 """

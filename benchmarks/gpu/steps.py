@@ -29,11 +29,12 @@ def step(
     tokens: int,
     steps: int = 7,
     clip: bool = False,
+    muon: bool = False,
     state: str = "fp32",
     sequence: int = SEQUENCE,
 ) -> None:
     """Time a step: tokens per second, model TFLOP/s, peak, each stream, beside what was predicted."""
-    name = f"{model} in {budget}, {tokens} tokens{', clipped' if clip else ''}"
+    name = f"{model} in {budget}, {tokens} tokens{', clipped' if clip else ''}{', Muon' if muon else ''}"
     sequence = min(sequence, tokens)
     with (
         to.finding(f"step: {name}", model=model, budget=budget, tokens=tokens) as finding,
@@ -45,11 +46,9 @@ def step(
         make_buffers(module, published.config)
         flops = published.step_flops(tokens // sequence, sequence)
         batch = batch_of(tokens, sequence, published.config.vocab_size)
-        # small enough that random weights under Adam on one batch do not diverge
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
         with megacompile.compile(
-            module, budget, optimizer=optimizer, max_grad_norm=1.0 if clip else None, device=device(),
-            example_batch=batch, weights=weights_of(module), kernels=kernels_found_wrong(to),
+            module, budget, optimizer=_optimizer(module, muon), max_grad_norm=1.0 if clip else None,
+            device=device(), example_batch=batch, weights=weights_of(module), kernels=kernels_found_wrong(to),
             optimizer_state=state, host_budget=_host_budget(to),
         ) as program:  # fmt: skip
             watch(program)
@@ -74,6 +73,16 @@ def step(
             finding |= _streams(schedule)
             append(to.folder, stage=to.stage, what=TIMELINE, operations=_timeline(schedule))
             finding["right"] = held.most <= parse_bytes(budget, what="budget", available=10**18)
+
+
+def _optimizer(module: torch.nn.Module, muon: bool) -> Any:
+    """AdamW, or Muon for the layers' matrices and AdamW for the rest.
+
+    Rates are small enough that random weights on one batch do not diverge.
+    """
+    matrices = {n: p for n, p in module.named_parameters() if muon and p.dim() == 2 and ".layers." in n}
+    adam = torch.optim.AdamW([p for n, p in module.named_parameters() if n not in matrices], lr=1e-6)
+    return [torch.optim.Muon(matrices.values(), lr=1e-5), adam] if muon else adam
 
 
 def _host_budget(to: Recorder) -> str | None:
@@ -125,7 +134,7 @@ def _streams(schedule: Any) -> dict[str, Any]:
 
 
 def compile_ahead(
-    model: str, budget: str, tokens: int, clip: bool, state: str, sequence: int = SEQUENCE
+    model: str, budget: str, tokens: int, clip: bool, muon: bool, state: str, sequence: int = SEQUENCE
 ) -> None:
     """Plan a step and compile its kernels as :func:`step` does, without the memory that its state takes."""
     from megacompile.api.session import Session
@@ -144,7 +153,7 @@ def compile_ahead(
     batch = batch_of(tokens, sequence, published.config.vocab_size)
     with contextlib.suppress(Ready):
         megacompile.compile(
-            module, budget, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-6), device=device(),
+            module, budget, optimizer=_optimizer(module, muon), device=device(),
             max_grad_norm=1.0 if clip else None, example_batch=batch, weights=weights_of(module),
             optimizer_state=state, host_budget="120GB",
         )  # fmt: skip

@@ -13,9 +13,9 @@ from torch import nn
 
 import megacompile
 from megacompile.api.rollout_forecast import Completions, Forecast
-from tests.e2e.test_coded_weights import Linear4bit
 from tests.e2e.test_generate import NEW, left_padded, prompts
 from tests.e2e.test_predict import trained
+from tests.support.coded_weights import Linear4bit
 from tests.support.models import batch_for, build, gpt2
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}

@@ -197,7 +197,7 @@ _OTHER = {
 }
 _SHAPED_BY_DATA = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor,
-    aten.bincount.default,
+    aten.bincount.default, aten.masked_scatter_backward.default, aten.equal.default,
 }  # fmt: skip
 _WITHOUT_KERNEL = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,

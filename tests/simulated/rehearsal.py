@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import correct, machine
+from benchmarks.gpu import attention_ways, correct, machine
 from benchmarks.gpu.__main__ import run_stage
 from benchmarks.gpu.campaign import OK, ROOT, WRONG, Stage, drive
 from benchmarks.gpu.findings import Recorder
@@ -84,6 +84,7 @@ def _stage(name: str, folder: Path, until: float) -> None:
     patch.setattr(correct, "fault", fault, raising=False)
     for module, function in (
         (correct, "_plain"), (correct, "attention"), (correct, "check"), (kernel_bench, "check"),
+        (attention_ways, "times"),
         (machine, "_sum_of_ones"), (machine, "_two_streams"), (machine, "_triton_kernel"),
     ):  # fmt: skip
         patch.setattr(module, function, _with_numbers(getattr(module, function)))

@@ -16,7 +16,7 @@ from megacompile.cli.models import Lora, build
 from megacompile.cli.plan_report import Extras, render
 from megacompile.hardware.catalog import load_machine
 from megacompile.state.moment_formats import StateFormat
-from tests.e2e.test_coded_weights import Linear4bit, Linear8bitLt
+from tests.support.coded_weights import Linear4bit, Linear8bitLt
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _SHAPE: dict[str, Any] = {
