@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import campaign
+from benchmarks.gpu import campaign, features
 from benchmarks.gpu.campaign import (
     LOG,
     RESULTS,
@@ -188,7 +188,33 @@ def test_the_page_has_a_row_for_what_was_measured_and_a_reason_for_what_was_not(
     assert screen(tmp_path).startswith("kernels: kernel rope")
 
 
-def test_the_first_call_fits_into_nine_minutes_and_every_stage_exists() -> None:
+def test_a_feature_is_right_where_plain_torch_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = features.FEATURES["gradients of one's own"]()
+    tried = {"own": own, "missing": replace(own, package="no_such_package")}
+    monkeypatch.setattr(features, "FEATURES", {n: lambda f=f: f for n, f in tried.items()})
+    features.features(Recorder(tmp_path, "features"))
+    told = {e["what"]: e for e in entries(tmp_path)}
+    assert told["own"]["right"] and told["own"]["bits repeat"] and told["own"]["weights off by"] < 1e-5
+    assert told["missing"]["not measured"] == "no_such_package is not installed"
+
+    plain = features._plain(own)
+    losses, values, _ = plain
+
+    def right(**change: object) -> bool:
+        finding: dict[str, object] = {}
+        first = (change.get("losses", losses), change.get("values", values), change.get("held", 0))
+        features._compare(finding, [first, change.get("second", first)], plain, own)  # type: ignore[list-item]
+        return bool(finding["right"])
+
+    start = own.make().state_dict()
+    assert right() and not right(losses=[x * 1.01 for x in losses])
+    assert not right(values=values | {"step": start["step"]} | {"layers.0.weight": start["layers.0.weight"]})
+    assert not right(held=3e9) and not right(second=(losses, start, 0))
+
+
+def test_the_first_call_fits_into_its_seconds_and_every_stage_exists() -> None:
     import importlib
 
     for every in (stages(), stages(small=True)):
@@ -200,7 +226,10 @@ def test_the_first_call_fits_into_nine_minutes_and_every_stage_exists() -> None:
             assert s.expected <= s.limit
             assert not s.needs or s.needs in names[: names.index(s.name)]
     before = [s for s in stages() if not s.beside]
-    until = [s.name for s in before].index("races")
-    assert sum(s.expected for s in before[: until + 1]) <= 510
+    names = [s.name for s in before]
+    checks = names.index("attention ways")
+    assert {s.name for s in before[:checks] if s.checks} == {s.name for s in stages() if s.checks}
+    assert sum(s.expected for s in before[:checks] if s.checks) <= 200
+    assert sum(s.expected for s in before[: names.index("3B in 24 GB, Muon") + 1]) <= 410
     assert "| 0 | where |" in timetable(stages())
     assert json.dumps([s.settings for s in stages()])
