@@ -11,6 +11,7 @@ The kernel takes 1024 elements to a program; the two that share a byte each read
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,8 @@ def decode_weight(stored: Tensor, shape: Sequence[int], block: int, dtype: torch
 
 def _make(shape: Shape, generator: torch.Generator) -> list[Tensor]:
     """Draw a stored weight, and zeros of the decoded one's form."""
-    count, options = prod(shape), {"generator": generator, "device": generator.device}
+    count = prod(shape)
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
     book = torch.randn(16, **options)
     scales = torch.rand(ceil_div(count, _PER_SCALE), **options) + 0.5
     codes = torch.randint(0, 256, (ceil_div(count, 2),), dtype=torch.uint8, **options)

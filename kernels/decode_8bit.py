@@ -10,6 +10,7 @@ rounded once, to the result's dtype: bitsandbytes' own in training, bit for bit.
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def decode_rows(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
 
 def _make(shape: Shape, generator: torch.Generator) -> list[Tensor]:
     """Draw a stored weight, and zeros of the decoded one's form."""
-    options = {"generator": generator, "device": generator.device}
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
     magnitudes = torch.rand(shape[0], **options) + 0.5
     codes = torch.randint(0, 256, (prod(shape),), dtype=torch.uint8, **options)
     stored = torch.cat((magnitudes.view(torch.uint8), codes))
