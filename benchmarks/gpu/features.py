@@ -21,9 +21,8 @@ from tests.support import coded_weights
 from tests.support.models import gpt2
 
 _STEPS = 3
-_TABLE = (
-    700_000  # rows, of 64: on a device that has room for all of its state it is not looked up on the host
-)
+# Rows, of 64: a table for whose state the device has room is not looked up on the host.
+_TABLE = 700_000
 _NEAR = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (3e-2, 1e-1)}  # losses; weights, of how far they moved
 Outcome = tuple[list[float], dict[str, Tensor], int]
 

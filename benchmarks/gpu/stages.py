@@ -100,29 +100,23 @@ def compiled_ahead() -> list[str]:
     steps = [s.settings for s in _whole() if s.call == "steps.step"]
     return [
         _KERNELS,
-        _ATTENTION,
         *(_PROGRAM.format(**{"clip": False, "muon": False, "state": "fp32"} | s) for s in steps),
     ]
 
 
-_KERNELS = """
+_FEW = [[*heads, 256, width] for *heads, _, width in _ATTENTIONS]  # tokens for the same kernels
+_KERNELS = f"""
 from pathlib import Path
 from tempfile import mkdtemp
-from benchmarks.gpu import correct, features, kernel_table
+from benchmarks.gpu import attention_ways, correct, features, kernel_table
 from benchmarks.gpu.findings import Recorder
 to = Recorder(Path(mkdtemp()), "ahead")
 correct.kernels(to)
 correct.small_models(to, "2GB", 1)
 features.features(to)
 correct.attention(to, 1000)
+attention_ways.times(to, {_FEW})
 kernel_table.compile_ahead()
-"""
-_ATTENTION = f"""
-from pathlib import Path
-from tempfile import mkdtemp
-from benchmarks.gpu import attention_ways
-from benchmarks.gpu.findings import Recorder
-attention_ways.times(Recorder(Path(mkdtemp()), "ahead"), {_ATTENTIONS})
 """
 _PROGRAM = """
 from benchmarks.gpu.steps import compile_ahead
