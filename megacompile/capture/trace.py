@@ -221,8 +221,9 @@ def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
 # In: an exported program in training IR. Out: the graph that ``run_decompositions({})`` would give, and its
 # signature. torch would trace the whole graph twice for it. But few operators change, and how a call changes
 # depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form of
-# call is decomposed once, and every call of the form is written in this way. A graph in which an operator
-# writes, or that holds more than calls of operators, goes through torch.
+# call is decomposed once, and every call of the form is written in this way. A write into a tensor that the
+# graph made, and of which it has no view, becomes the operator that returns what is written. A graph in which
+# an operator writes into another, or that holds more than calls of operators, goes through torch.
 
 
 _REGIONS = (
@@ -260,6 +261,8 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
     """The graph without writes, regions and composite operators, and the signature that names its inputs."""
     _keep_gradient_barriers(exported.graph_module)
     _unmark_single(exported.graph_module)
+    for module in _graphs(exported.graph_module):
+        _return_writes(module.graph)
     try:
         calls = list(_calls(exported.graph_module))
         forms = {form.key: form for form in map(_Form, (c for c in calls if _is_composite(c.target)))}
@@ -268,9 +271,8 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
     except _NeedsTorchError:
         if any(_marks(exported.graph_module)):
             raise LayersDifferError from None
-        for module in exported.graph_module.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()  # with the barriers that were put in
+        for module in _graphs(exported.graph_module):
+            module.recompile()  # with the barriers that were put in
         _drop_other_names(exported)
         whole = exported.run_decompositions({})
         return whole.graph, whole.graph_signature
@@ -278,8 +280,12 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
 
 def _marks(root: fx.GraphModule) -> list[fx.Node]:
     """The marks of repeated layers in a graph and its regions."""
-    graphs = [module.graph for module in root.modules() if isinstance(module, fx.GraphModule)]
-    return [n for graph in graphs for n in graph.find_nodes(op="call_function", target=LAYER)]
+    return [n for m in _graphs(root) for n in m.graph.find_nodes(op="call_function", target=LAYER)]
+
+
+def _graphs(root: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph and its regions."""
+    return [module for module in root.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _unmark_single(root: fx.GraphModule) -> None:
@@ -311,9 +317,7 @@ def _drop_other_names(exported: torch.export.ExportedProgram) -> None:
 
 def _keep_gradient_barriers(root: fx.GraphModule) -> None:
     """Detach what leaves a ``no_grad`` region: decomposition inlines the region and forgets it."""
-    for module in root.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in _graphs(root):
         for node in list(module.graph.nodes):
             if node.target in _REGIONS:
                 _detach_written(module, node)
@@ -370,6 +374,52 @@ def _base(node: fx.Node) -> fx.Node:
     if (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or is_view(node):
         return _base(node.args[0])  # type: ignore[arg-type]
     return node
+
+
+def _return_writes(graph: fx.Graph) -> None:
+    """Let writes into tensors that a graph made, and of which it has no view, return what they write."""
+    for node in list(graph.nodes):
+        target = _returning(node.target)
+        base = node.args[0] if target is not None and node.args else None
+        if target is None or not isinstance(base, fx.Node) or not _is_own(base, node):
+            continue
+        value = _value(target, node.args, node.kwargs)
+        if _form_of(value) != _form_of(base.meta["val"]):
+            continue  # a write casts to what it writes into
+        with graph.inserting_before(node):
+            fresh = graph.call_function(target, node.args, node.kwargs)
+        fresh.meta = node.meta | {"val": value}
+        base.replace_all_uses_with(fresh, node.__lt__)
+        node.replace_all_uses_with(fresh)
+        graph.erase_node(node)
+
+
+@functools.cache
+def _returning(target: Any) -> torch._ops.OpOverload | None:
+    """The operator that returns what one writes into its first argument; None for all others, and draws."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    namespace, name = target._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    if not name.endswith("_") or found is None or torch.Tag.nondeterministic_seeded in found.tags:
+        return None
+    same = [a.name for a in found._schema.arguments] == [a.name for a in target._schema.arguments]
+    others = any(a.alias_info is not None for a in target._schema.arguments[1:])
+    return found if same and not others and not _may_alias(found) else None  # type: ignore[no-any-return]
+
+
+def _is_own(base: fx.Node, write: fx.Node) -> bool:
+    """Return whether a call of the graph made a tensor, and no view shows it: torch moves later ones."""
+    readers = (n for n in (*base.users, *write.users) if _returning(n.target) is None)
+    return base.op == "call_function" and not any(_may_alias(n.target) for n in (base, *readers))
+
+
+def _may_alias(target: Any) -> bool:
+    """Return whether what a call returns may be one of its arguments, or a view of it."""
+    if not isinstance(target, torch._ops.OpOverload) or target is LAYER:
+        return True
+    return any(a.alias_info is not None for a in target._schema.arguments) or _is_composite(target)
 
 
 def _calls(owner: fx.GraphModule) -> list[fx.Node]:
@@ -440,14 +490,14 @@ def _decomposed(forms: Sequence[_Form]) -> dict[str, tuple[list[fx.Node], Any]]:
     for form in forms:
         inputs = [next(places) for _ in form.tensors]
         found[form.key] = inputs, pytree.tree_map(lambda _: next(results), form.value)  # one node or a list
-        if any(map(_differ, pytree.tree_leaves(found[form.key][1]), pytree.tree_leaves(form.value))):
+        made = [n.meta["val"] for n in pytree.tree_leaves(found[form.key][1])]
+        if list(map(_form_of, made)) != list(map(_form_of, pytree.tree_leaves(form.value))):
             raise _NeedsTorchError
     return found
 
 
-def _differ(result: fx.Node, value: Tensor) -> bool:
-    made: Tensor = result.meta["val"]
-    return (made.shape, made.stride(), made.dtype) != (value.shape, value.stride(), value.dtype)
+def _form_of(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype
 
 
 def _like(value: Tensor) -> Tensor:
@@ -455,12 +505,9 @@ def _like(value: Tensor) -> Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _value(call: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Compute what a call gives for other arguments, in their storage where it is a view."""
-    if not call.all_input_nodes:
-        return call.meta["val"]
+def _value(target: Any, args: Any, kwargs: Any) -> Any:
+    """Compute what a call of nodes gives, in their storage where it is a view."""
     given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    target: Any = call.target
     with torch.no_grad():
         return target(*given, **named)
 
@@ -552,7 +599,10 @@ class _Writer:
                 if inner.op != "call_function":
                     raise _NeedsTorchError
                 args, kwargs = fx.map_arg((inner.args, inner.kwargs), copies.__getitem__)
-                made = given[inner] if inner in given else _value(inner, args, kwargs)
+                if inner in given:
+                    made = given[inner]
+                else:
+                    made = _value(inner.target, args, kwargs) if inner.all_input_nodes else inner.meta["val"]
                 copies[inner] = self._put(inner.target, args, kwargs, node.meta | {"val": made})
             return copies[inner]
 
@@ -577,7 +627,7 @@ class _Writer:
         for node in nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
             if node.all_input_nodes:
-                fresh = _value(node, args, kwargs)
+                fresh = _value(node.target, args, kwargs)
             else:
                 fresh = pytree.tree_map_only(Tensor, _like, node.meta["val"])
             copies[node] = self._put(node.target, args, kwargs, node.meta | {"val": fresh})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -39,7 +40,7 @@ def _lines(found: fx.Graph) -> list[Any]:
     ]
 
 
-_FUNCTIONALISE = trace.functionalise
+_FUNCTIONALISE, _BARRIERS = trace.functionalise, trace._keep_gradient_barriers
 
 
 def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -47,14 +48,20 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
     both = []
 
     def compare(exported: torch.export.ExportedProgram) -> Any:
-        found = _FUNCTIONALISE(exported)
-        for module in exported.graph_module.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
-        whole = exported.run_decompositions({}).graph
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(found[0], {}))
-        both.append((_lines(copy), _lines(whole)))
+        whole: list[fx.Graph] = []
+
+        def decompose(root: fx.GraphModule) -> None:
+            _BARRIERS(root)
+            for module in root.modules():
+                if isinstance(module, fx.GraphModule):
+                    module.recompile()
+            whole.append(exported.run_decompositions({}).graph)
+
+        with mock.patch.object(trace, "_keep_gradient_barriers", decompose):
+            found = _FUNCTIONALISE(exported)
+        ours = fx.Graph()
+        ours.output(ours.graph_copy(found[0], {}))
+        both.append((_lines(ours), _lines(whole[0])))
         return found
 
     read = read_batch(batch, model)
@@ -71,24 +78,68 @@ def test_forms_decompose_as_the_whole_graph_does(name: str) -> None:
         assert ours == theirs
 
 
-def test_only_a_forward_that_writes_goes_through_torch() -> None:
-    decompose = "run_decompositions"
-    for writes in (False, True):
-        model, batch = _Net(writes), {"x": torch.randn(2, 4)}
-        read, forms = read_batch(batch, model), parameter_forms(model, torch.float32)
-        theirs = torch.export.ExportedProgram.run_decompositions
-        with mock.patch.object(
-            torch.export.ExportedProgram, decompose, autospec=True, side_effect=theirs
-        ) as whole:
-            trace.capture(model, read.args, read.kwargs, forms=forms)
-        assert whole.called == writes
-
-
 class _Net(nn.Module):
-    def __init__(self, writes: bool) -> None:
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.writes = nn.Linear(4, 4), writes
+        self.layer, self.write = nn.Linear(4, 4), write
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return (y.add_(1) if self.writes else y + 1).square().mean()
+        return self.write(self.layer(x)).square().mean()
+
+
+def _inverse(y: Tensor) -> Tensor:
+    order = y[:, 0].argsort()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return y[inverse]
+
+
+def _twice(y: Tensor) -> Tensor:
+    rest = torch.zeros_like(y)
+    rest.copy_(y.sum(0))
+    rest += 1
+    return rest.masked_fill_(y > 0, 0.5).mul(y.relu_().sum())
+
+
+def _casts(y: Tensor) -> Tensor:
+    counts = torch.ones(2, 4, dtype=torch.float64)
+    return counts.mul_(y) * 2
+
+
+def _view(y: Tensor) -> Tensor:
+    y[:, 0] = 1.0
+    return y
+
+
+def _seen(y: Tensor) -> Tensor:
+    column = y[:, 0]
+    y.add_(1)
+    return y * column.sum()
+
+
+def _argument(y: Tensor) -> Tensor:
+    same = y.contiguous()
+    y.add_(1)
+    return y * same
+
+
+def _viewed_later(y: Tensor) -> Tensor:
+    return y.add_(1).view(-1)[:6] * y.sum().mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("write", "alone"),
+    [(_inverse, True), (_twice, True), (_casts, True), (_view, False), (_seen, False), (_argument, True),
+     (_viewed_later, False)],
+)  # fmt: skip
+def test_writes_become_what_torch_makes_of_them(write: Callable[[Tensor], Tensor], alone: bool) -> None:
+    """Without tracing the whole graph again, where what is written into has no view."""
+    model, batch = _Net(write), {"x": torch.randn(2, 4)}
+    theirs = torch.export.ExportedProgram.run_decompositions
+    with mock.patch.object(
+        torch.export.ExportedProgram, "run_decompositions", autospec=True, side_effect=theirs
+    ) as whole:
+        graphs = _captured(model, batch)
+    assert whole.call_count == 2 - alone  # one of them is the test's own
+    for ours, expected in graphs:
+        assert ours == expected
