@@ -60,7 +60,8 @@ def _is_wrapper(x: Tensor) -> bool:
 
 
 class _First:
-    """A traced layer: its calls that return tensors, the tensors that these made, and those from outside."""
+    """A traced layer: its calls that return tensors or fill one of its own by indices, the tensors that these
+    made, and those from outside."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -82,16 +83,17 @@ class _Noting(TorchFunctionMode):
         kwargs, first = kwargs or {}, self._first
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        fills = name == "__setitem__" and isinstance(args[1], Tensor) and id(args[0]) in first.inner
         if (
             isinstance(func, HigherOrderOperator)
-            or writes(name)
+            or (writes(name) and not fills)
             or name in ("__set__", "_set_grad_enabled")
             or kwargs.get("out") is not None
             or func in _FACTORIES
         ):
             first.repeats = False
         results = list(_tensors(out))
-        if results and first.repeats:
+        if (results or fills) and first.repeats:
             for x in _tensors((args, kwargs)):
                 if id(x) not in first.inner:
                     first.around[id(x)] = x

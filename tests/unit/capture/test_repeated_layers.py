@@ -141,6 +141,37 @@ class _Writes(_Layer):
         return super().forward(out)
 
 
+class _Fills(_Layer):
+    """Fills a tensor of its own, as experts do, by indices."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x[self.fill(torch.zeros(2, dtype=torch.int64), x[:, 0].argsort())])
+
+    def fill(self, places: Tensor, order: Tensor) -> Tensor:
+        places[order] = torch.arange(2)
+        return places
+
+
+class _FillsByIndex(_Fills):
+    def fill(self, places: Tensor, order: Tensor) -> Tensor:
+        places[order] = self.layer_idx % 2
+        return places
+
+
+class _FillsSeen(_Fills):
+    def fill(self, places: Tensor, order: Tensor) -> Tensor:
+        seen = places.view(1, 2)
+        places[order] = torch.arange(2)
+        return seen[0]
+
+
+class _FillsInput(_Layer):
+    def forward(self, x: Tensor) -> Any:
+        if self.layer_idx:  # the first gets the batch's
+            x[x[:, 0].argsort()] = 0.5
+        return super().forward(x)
+
+
 class _Draws(_Layer):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x + torch.rand(2, 4))
@@ -165,14 +196,16 @@ class _Without(_Layer):
         return super().forward(x * scale)
 
 
-@pytest.mark.parametrize("kind", [_Layer, _Draws])
+@pytest.mark.parametrize("kind", [_Layer, _Draws, _Fills])
 def test_layers_of_a_user_s_own_are_traced_once(kind: Callable[[int], nn.Module]) -> None:
     repeated, each, spared = _both(_stack(kind), {"x": _X}, loss_fn=_LOSS)
     assert repeated == each
     assert spared == _DEPTH - 2  # the first gets an input without a gradient
 
 
-@pytest.mark.parametrize("kind", [_ByIndex, _Counts, _Keeps, _Writes, _DropsOut, _Without])
+@pytest.mark.parametrize(
+    "kind", [_ByIndex, _Counts, _Keeps, _Writes, _FillsByIndex, _FillsSeen, _FillsInput, _DropsOut, _Without]
+)
 def test_layers_that_only_look_equal_are_traced_each(kind: Callable[[int], nn.Module]) -> None:
     repeated, each, _ = _both(_stack(kind), {"x": _X}, loss_fn=_LOSS)
     assert repeated == each
