@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -400,9 +400,14 @@ def _returning(target: Any) -> torch._ops.OpOverload | None:
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None
     namespace, name = target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    packet = getattr(aten, name.removesuffix("_"), None)  # of others a pair of names promises nothing
     found = getattr(packet, target._overloadname, None)
-    if not name.endswith("_") or found is None or torch.Tag.nondeterministic_seeded in found.tags:
+    if (
+        namespace != "aten"
+        or not name.endswith("_")
+        or found is None
+        or torch.Tag.nondeterministic_seeded in found.tags
+    ):
         return None
     same = [a.name for a in found._schema.arguments] == [a.name for a in target._schema.arguments]
     others = any(a.alias_info is not None for a in target._schema.arguments[1:])
@@ -417,7 +422,7 @@ def _is_own(base: fx.Node, write: fx.Node) -> bool:
 
 def _may_alias(target: Any) -> bool:
     """Return whether what a call returns may be one of its arguments, or a view of it."""
-    if not isinstance(target, torch._ops.OpOverload) or target is LAYER:
+    if not isinstance(target, torch._ops.OpOverload) or target in (LAYER, aten._unsafe_view.default):
         return True
     return any(a.alias_info is not None for a in target._schema.arguments) or _is_composite(target)
 
@@ -501,8 +506,9 @@ def _form_of(value: Tensor) -> tuple[Any, ...]:
 
 
 def _like(value: Tensor) -> Tensor:
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    """A fake tensor of a form, in memory of its own; a mode would take seven times as long."""
+    form = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, form, value.device)  # type: ignore[attr-defined]
 
 
 def _value(target: Any, args: Any, kwargs: Any) -> Any:
@@ -626,7 +632,7 @@ class _Writer:
         copies = dict(zip(first.args[1], around, strict=True))  # type: ignore[arg-type]
         for node in nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
-            if node.all_input_nodes:
+            if node.all_input_nodes and _may_alias(node.target):
                 fresh = _value(node.target, args, kwargs)
             else:
                 fresh = pytree.tree_map_only(Tensor, _like, node.meta["val"])
