@@ -415,9 +415,10 @@ def _returning(target: Any) -> torch._ops.OpOverload | None:
 
 
 def _is_own(base: fx.Node, write: fx.Node) -> bool:
-    """Return whether a call of the graph made a tensor, and no view shows it: torch moves later ones."""
-    readers = (n for n in (*base.users, *write.users) if _returning(n.target) is None)
-    return base.op == "call_function" and not any(_may_alias(n.target) for n in (base, *readers))
+    """Return whether a call of the graph made a tensor, and neither a view shows it nor a write before this
+    one, which may have views: those after it are moved to what it returns."""
+    later = (n for n in (*base.users, *write.users) if _returning(n.target) is None or n < write)
+    return base.op == "call_function" and not any(_may_alias(n.target) for n in (base, *later))
 
 
 def _may_alias(target: Any) -> bool:
