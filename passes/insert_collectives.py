@@ -51,7 +51,8 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
                 known = tuple(Loss(m) for m in range(mode.micro_batches))
                 ops.append(Op("agree", "host", reads=known, writes=(Agreed(),)))
         else:
-            ops.append(op.with_(reads=(*op.reads, Agreed())) if trains and op.kind == "adam" else op)
+            changes = trains and op.kind in ("momentum", "adam")
+            ops.append(op.with_(reads=(*op.reads, Agreed())) if changes else op)
     return _with_buffers(step.with_(ops=tuple(ops)), work)
 
 

@@ -626,11 +626,11 @@ class Program:
         if session.inconsistent:
             raise ProgramError(session.inconsistent)
         state, buffers = self._allocated_state("save"), session.values.buffers()
-        settings = settings_of(self.optimizer, self.model, state.named_numbers())
-        progress = RunProgress(type(self.model).__name__, session.seed, session.calls, settings)
         source = state if state.passing else self._snapshot(state)
         with session.world.together():
             session.world.agree(lambda: checked_folder(Path(folder)))
+            settings = settings_of(self.optimizer, self.model, state.named_numbers())
+            progress = RunProgress(type(self.model).__name__, session.seed, session.calls, settings)
             if not wait and not isinstance(source, HostState):
                 saving = BackgroundSave(Path(folder), source, buffers, progress, session.world, then)
                 session.save_behind(saving, state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,9 @@ from megacompile.graph.captured import OutputsFn
 from megacompile.graph.sequence_dimension import is_padded_right
 from megacompile.runtime.step_results import step_seed
 from megacompile.schedule.plan import Mode
-from megacompile.state.adam import Kernel, backend
+from megacompile.state.adam import backend
 from megacompile.state.optimizer import hypers
+from megacompile.state.torch_optimizer import Foreign
 
 if TYPE_CHECKING:
     from megacompile.api.session import Session
@@ -63,8 +64,11 @@ def _updates(settings: Settings) -> str:
     if settings.world.ranks.replicas == 1:
         return ""
     gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
-    kernel = {"c": "the C kernel", "torch": "torch"}[backend(cast("Kernel", settings.optimizer_state))]
-    return f"{kernel} on the host, and {gpu}"
+    form, own = settings.optimizer_state, ""
+    if isinstance(form, Foreign):
+        form, own = "muon", f" and torch for {torch.backends.cpu.get_cpu_capability()}"
+    kernel = {"c": "the C kernel", "torch": "torch"}[backend(form)]
+    return f"{kernel}{own} on the host, and {gpu}"
 
 
 def agreed_batches(

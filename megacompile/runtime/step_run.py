@@ -42,7 +42,7 @@ from megacompile.state.embedding_rows import add_rows, gather_rows
 from megacompile.state.host_budget import Offload
 from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
-from megacompile.state.torch_optimizer import Foreign, GroupSettings, part_of
+from megacompile.state.torch_optimizer import Foreign, GroupSettings
 
 # ------------------------------------------------------------------------------------------------------------
 # Progress: how far the updates of each step are, so that a fault tells whether the state is inconsistent.
@@ -553,17 +553,18 @@ class StepRun:
         self._free(("free_update", group), free, after)
 
     def _matrices(self, group: int) -> list[int]:
-        """The slots of a group whose gradients came and whose updates are made orthogonal."""
-        form = self._held.state.form
+        """The slots of a group whose gradients came and whose updates this rank makes orthogonal."""
+        form, rank = self._held.state.form, self._held.world.ranks.shard
         assert isinstance(form, Foreign)
         landed = self._held.landed[group]
-        return [i for i in form.matrices(self._bound.assembly.groups[group]) if i in landed]
+        return [i for i in form.matrices(self._bound.assembly.groups[group], rank) if i in landed]
 
     def _updates_in(self, group: int, home: Token) -> list[torch.Tensor]:
         """Return where the updates of these lie in the buffer of the group's gradient, each flat."""
-        layout = self._bound.assembly.groups[group]
+        layout, rank = self._bound.assembly.groups[group], self._held.world.ranks.shard
         grad = self._held.buffers.gradient(self._bound, group, typed(home))
-        return [muon.updates_in(grad[part_of(layout, i)]) for i in self._matrices(group)]
+        parts = (own_part(layout, layout.slots[i], rank)[1] for i in self._matrices(group))
+        return [muon.updates_in(grad[part]) for part in parts]
 
     def adam(self, *, group: int, grad: Token, slot: int | None = None, after: Sequence[Event] = ()) -> None:
         self._check_loss()

@@ -281,7 +281,7 @@ SPECS: dict[Kind, Spec] = {
                        "host", "", "", "nothing", Norm, Scale),
     "momentum": Spec("the momentum of a group's matrices, and their updates in the place of their gradients",
                      "host", "group", "group grad=read", "state",
-                     _GRAD | Scale | Window, Master | Window | HostGrad | Ring),
+                     _GRAD | Scale | Window | Agreed, Master | Window | HostGrad | Ring),
     "load_update": Spec("those updates from the host to the device",
                         "h2d", "group", "group grad=read", "upload", HostGrad | Ring, Update),
     "orthogonalize": Spec("their orthogonal factors in their place, by Newton–Schulz iterations",

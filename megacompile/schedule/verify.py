@@ -126,7 +126,7 @@ def _check_agreement(step: Step) -> None:
             if agreed or len(op.reads) != step.micro_batches:
                 raise ScheduleError(f"{name(op)} is to come once, for all {step.micro_batches} losses.")
             agreed = True
-        elif op.kind == "adam" and not (agreed and Agreed() in op.reads):
+        elif op.kind in ("momentum", "adam") and not (agreed and Agreed() in op.reads):
             raise ScheduleError(
                 f"{name(op)} may update before all ranks' losses are known: agree is missing."
             )

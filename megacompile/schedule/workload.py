@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -101,35 +102,59 @@ class ValueWork:
     sum_bytes: int = 0
 
 
+Sides = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixUpdates:
     """The updates of a group's matrices that the device makes orthogonal: their sides, the shorter one first,
     and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
-    ``update_bytes`` that the host moves before it."""
+    ``update_bytes`` that the host moves before it. Of several ranks, each of which has its own matrices, the
+    ``sides`` are those of the one whose device they take most of, ``others`` those of the rest; bytes and
+    work are the most of any of them."""
 
-    sides: tuple[tuple[int, int], ...]
+    sides: Sides
     iterations: int
     momentum_bytes: int
+    others: tuple[Sides, ...] = field(default=(), metadata={LATER: True})
+
+    @staticmethod
+    def of(owners: Sequence[Sides], iterations: int, momentum_bytes: int) -> MatrixUpdates:
+        """The updates of ranks' matrices."""
+        first, *others = sorted(
+            owners, key=lambda own: _matrix_bytes(own) + _product_bytes(own), reverse=True
+        )
+        return MatrixUpdates(first, iterations, momentum_bytes, tuple(others))
 
     @property
     def nbytes(self) -> int:
         """Bytes in bf16: to the device, and back."""
-        return sum(2 * m * n for m, n in self.sides)
+        return max(map(_matrix_bytes, (self.sides, *self.others)))
 
     @property
     def call(self) -> Call:
         """Work of the device, matrix after matrix, each in the place of its update.
 
-        Per iteration three products, and the terms that two of them are added to are copied. Highest is the
-        last product: beside the matrix itself another one and a square; or two squares.
+        Per iteration three products, and the terms that two of them are added to are copied.
         """
-        squares, flops, moved = 0, 0, 0
-        for m, n in self.sides:
-            flops += self.iterations * (4 * m * m * n + 2 * m**3)
-            moved += 6 * m * n + self.iterations * 4 * (m * n + m * m)
-            squares = max(squares, 2 * m * n + 2 * m * m)
-        launches = len(self.sides) * (_NORMALISE + 5 * self.iterations)
-        return Call((), (), squares, 0, flops, moved, launches=launches)
+        flops, moved, launches = 0, 0, 0
+        for own in (self.sides, *self.others):
+            flops = max(flops, sum(self.iterations * (4 * m * m * n + 2 * m**3) for m, n in own))
+            copied = (6 * m * n + self.iterations * 4 * (m * n + m * m) for m, n in own)
+            moved = max(moved, sum(copied))
+            launches = max(launches, len(own) * (_NORMALISE + 5 * self.iterations))
+        products = max(map(_product_bytes, (self.sides, *self.others)))
+        return Call((), (), products, 0, flops, moved, launches=launches)
+
+
+def _matrix_bytes(sides: Sides) -> int:
+    return sum(2 * m * n for m, n in sides)
+
+
+def _product_bytes(sides: Sides) -> int:
+    """Bytes beside matrices, of which each is replaced: at the last product another one and a square, or two
+    squares."""
+    return max((2 * m * n + 2 * m * m for m, n in sides), default=0)
 
 
 _NORMALISE = 5  # launches: a norm over all elements in two, its square root, its lower limit, the division

@@ -440,7 +440,7 @@ def _write_own(
         state.written(len(state.groups))
         return {}
     prefix = "state" if world.size == 1 else f"state-{world.rank:05d}"
-    files = dict(_write_shards(fresh / prefix, _batches(state.parts(), buffers, world.rank), state))
+    files = dict(_write_shards(fresh / prefix, _batches(state, buffers, world.rank), state))
     if world.size > 1:
         for name in files:
             sync(fresh / name)  # the first rank's machine may be another
@@ -456,14 +456,23 @@ def checked_folder(folder: Path) -> Path:
 
 
 def _batches(
-    parts: Iterator[dict[str, dict[str, Tensor]]], buffers: Mapping[str, Tensor], rank: int
+    state: HostState | Snapshot, buffers: Mapping[str, Tensor], rank: int
 ) -> Iterator[dict[str, Tensor]]:
     """Tensors by their names in the files, as many at a time as are there together: a group's, the rest.
 
-    Arrays of which a rank has nothing are the first one's to write.
+    Arrays of which a rank has nothing are the first one's to write; so is, of a parameter of which several
+    have a part, what each keeps alike, to the one that has its beginning.
     """
-    for group in parts:
-        named = {f"{name}/{array}": t for name, arrays in group.items() for array, t in arrays.items()}
+    slots = ((group, slot) for group in state.groups for slot in group.slots if rank)
+    later = {slot.parameter.name for group, slot in slots if own_part(group, slot, rank)[0].start}
+    shared = state.form.shared_by_pieces if isinstance(state.form, Foreign) else lambda array: False
+    for group in state.parts():
+        named = {
+            f"{name}/{array}": tensor
+            for name, arrays in group.items()
+            for array, tensor in arrays.items()
+            if not (name in later and shared(array))
+        }
         yield {name: tensor for name, tensor in named.items() if rank == 0 or tensor.numel()}
     yield {f"{name}/value": value.reshape(-1) for name, value in buffers.items()}
 

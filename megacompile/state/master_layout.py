@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def own_part(group: GroupLayout, slot: Slot, rank: int) -> tuple[slice, slice]:
     if first == last:
         return slice(0, 0), slice(0, 0)
     return slice(first - slot.offset, last - slot.offset), slice(first - shard.start, last - shard.start)
+
+
+def owned(group: GroupLayout, rank: int) -> Iterator[tuple[int, Slot, int]]:
+    """Return the slots of which a rank holds anything, with their numbers, and how many elements of each."""
+    for index, slot in enumerate(group.slots):
+        part = own_part(group, slot, rank)[0]
+        if part.start < part.stop or group.ranks == 1:
+            yield index, slot, part.stop - part.start
 
 
 def rows_of(parameter: Parameter, whole: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,15 @@ from megacompile.state.host_budget import (
     place_groups,
     scratch_bytes,
 )
-from megacompile.state.master_layout import collected, own_part, padding_of, rows_of, slot_view, strided
+from megacompile.state.master_layout import (
+    collected,
+    own_part,
+    owned,
+    padding_of,
+    rows_of,
+    slot_view,
+    strided,
+)
 from megacompile.state.moment_formats import (
     CODINGS,
     Coded,
@@ -141,7 +150,7 @@ def parts_of(
     """
     named = {}
     if isinstance(form, Foreign):
-        kept = form.views(group, arrays) if group.trainable else ({} for _ in group.slots)
+        kept = form.views(group, arrays, rank) if group.trainable else ({} for _ in group.slots)
         masters = {n: arrays[n] for n in ("weights", "low") if n in arrays}
         return {
             slot.parameter.name: {n: flat[own_part(group, slot, rank)[1]] for n, flat in masters.items()}
@@ -496,18 +505,24 @@ class HostState:
         self.numbers[:] = [[{} for _ in group.slots] for group in self.groups]
 
     def named_numbers(self) -> dict[str, Numbers]:
-        """Return by the model's parameters what :attr:`numbers` has of them, which all pieces have alike."""
+        """Return by the model's parameters what :attr:`numbers` of all ranks have of them, which all pieces
+        have alike."""
         named: dict[str, Numbers] = {}
         for group, numbers in zip(self.groups, self.numbers, strict=True):
             for slot, own in zip(group.slots, numbers, strict=True):
                 if own:
                     named[slot.parameter.whole or slot.parameter.name] = own
-        return named
+        if not isinstance(self.form, Foreign):
+            return named
+        heard = self.world.exchange(lambda: json.dumps(named).encode())
+        return {name: own for text in heard for name, own in json.loads(text).items()}
 
     def take_numbers(self, named: Mapping[str, Numbers]) -> None:
-        """Set :attr:`numbers` to what :meth:`named_numbers` gave."""
+        """Set :attr:`numbers` to what :meth:`named_numbers` gave, of what is this rank's."""
         for group, numbers in zip(self.groups, self.numbers, strict=True):
-            numbers[:] = [dict(named.get(s.parameter.whole or s.parameter.name, {})) for s in group.slots]
+            numbers[:] = [{} for _ in group.slots]
+            for index, slot, _ in owned(group, self.world.ranks.shard):
+                numbers[index] = dict(named.get(slot.parameter.whole or slot.parameter.name, {}))
 
     def _find(self, place: tuple[int, int]) -> Slot:
         return self.groups[place[0]].slots[place[1]]
@@ -597,9 +612,9 @@ class HostState:
         if isinstance(self.form, Foreign):
             if self._lies_at_home(group):
                 self._snapshot.before_change(group)
-            steps, numbers = self.steps[group], self.numbers[group]
-            settings = cast("Sequence[GroupSettings]", hypers)
-            self.form.update(self.groups[group], arrays, grad, settings, steps, numbers, slots, threads)
+            steps, numbers, rank = self.steps[group], self.numbers[group], self.world.ranks.shard
+            settings, layout = cast("Sequence[GroupSettings]", hypers), self.groups[group]
+            self.form.update(layout, arrays, grad, settings, steps, numbers, slots, threads, rank=rank)
             for index in slots:
                 steps[index] += 1
             return
@@ -630,8 +645,8 @@ class HostState:
         assert isinstance(self.form, Foreign)
         if self._lies_at_home(group):
             self._snapshot.before_change(group)
-        arrays, steps = self._arrays_of(group, slot), self.steps[group]
-        self.form.add_momentum(self.groups[group], arrays, grad, settings, steps, slots, threads)
+        arrays, steps, rank = self._arrays_of(group, slot), self.steps[group], self.world.ranks.shard
+        self.form.add_momentum(self.groups[group], arrays, grad, settings, steps, slots, threads, rank)
 
     def _arrays_of(self, group: int, slot: int | None) -> Mapping[str, Tensor]:
         """A group's arrays, with those that are in a buffer of the window."""
@@ -649,8 +664,8 @@ class HostState:
                 i for i, s in enumerate(group.slots) if steps[i] and settings[s.parameter.param_group].written
             ]
             if chosen:
-                arrays = self.open(index, change=True)
-                self.form.update(group, arrays, None, settings, steps, numbers, chosen, None, method)
+                arrays, rank = self.open(index, change=True), self.world.ranks.shard
+                self.form.update(group, arrays, None, settings, steps, numbers, chosen, None, method, rank)
 
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.

@@ -18,7 +18,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -32,7 +32,7 @@ from megacompile.capture.trace import TRACING
 from megacompile.errors import MegacompileError
 from megacompile.schedule.workload import MatrixUpdates
 from megacompile.state import adam, muon
-from megacompile.state.master_layout import strided
+from megacompile.state.master_layout import own_part, owned, strided
 
 CHUNK = 1 << 19  # elements that a clone steps over where it may: 2 MB of each array
 PREFIX = "state."  # of the names of arrays, so that none is "weights" or "low"
@@ -194,22 +194,23 @@ class Foreign:
         """Return whether ``step`` changes settings of its param groups."""
         return any(self._writes)
 
-    def matrices(self, group: GroupLayout) -> tuple[int, ...]:
-        """Return the slots of a trained group whose updates the device makes orthogonal."""
-        owners = (slot.parameter.param_group for slot in group.slots)
-        return tuple(i for i, owner in enumerate(owners) if group.trainable and self._orthogonal[owner])
+    def matrices(self, group: GroupLayout, rank: int = 0) -> tuple[int, ...]:
+        """Return the slots of a trained group whose updates a rank's device makes orthogonal."""
+        if not group.trainable:
+            return ()
+        return tuple(i for i, s, _ in owned(group, rank) if self._orthogonal[s.parameter.param_group])
 
     def matrix_updates(self, group: GroupLayout) -> MatrixUpdates | None:
-        """Return what the device and the link have to do for those; None where there are none."""
-        parameters = [group.slots[i].parameter for i in self.matrices(group)]
-        if not parameters:
+        """Return what devices and links have to do for those; None where there are none."""
+        of_ranks = [
+            [group.slots[i].parameter for i in self.matrices(group, rank)] for rank in range(group.ranks)
+        ]
+        if not any(of_ranks):
             return None
-        short, long = zip(*(sorted(p.shape) for p in parameters), strict=True)
-        iterations = max(self._values[p.param_group]["ns_steps"] for p in parameters)
-        moved = muon.MOMENTUM_BYTES + group.dtype.itemsize
-        return MatrixUpdates(
-            tuple(zip(short, long, strict=True)), iterations, moved * sum(p.numel for p in parameters)
-        )
+        owners = [tuple((min(p.shape), max(p.shape)) for p in parameters) for parameters in of_ranks]
+        iterations = max(self._values[p.param_group]["ns_steps"] for own in of_ranks for p in own)
+        most = max(sum(p.numel for p in own) for own in of_ranks)
+        return MatrixUpdates.of(owners, iterations, (muon.MOMENTUM_BYTES + _gradient_bytes(group)) * most)
 
     def cuts(self, parameter: Parameter) -> bool:
         """Return whether a parameter may be cut: each of its elements is stepped alone."""
@@ -262,41 +263,54 @@ class Foreign:
     # ---- arrays --------------------------------------------------------------------------------------
 
     def arrays(self, group: GroupLayout) -> dict[str, tuple[torch.dtype, int]]:
-        """Return dtype and elements of each flat array that a trained group has beside its masters."""
-        sizes: dict[str, tuple[torch.dtype, int]] = {}
-        for slot in group.slots:
-            for entry in self.entries(slot.parameter):
-                dtype, elements = sizes.get(entry.name, (entry.dtype, 0))
-                if dtype != entry.dtype:
-                    raise MegacompileError(
-                        f"{self} keeps {entry.name} in {dtype}, and of {slot.parameter.name} in "
-                        f"{entry.dtype}: use optimizers that keep one name in one dtype."
-                    )
-                sizes[entry.name] = dtype, elements + padded_elements(entry.numel)
-        return {PREFIX + name: size for name, size in sizes.items()}
+        """Return dtype and elements of each flat array that a trained group has beside its masters; of a
+        shard as many as the largest of them has."""
+        dtypes: dict[str, torch.dtype] = {}
+        most: dict[str, int] = defaultdict(int)
+        for rank in range(group.ranks):
+            sizes: dict[str, int] = defaultdict(int)
+            for slot in group.slots:
+                for entry, elements in self._kept(group, slot, rank):
+                    dtype = dtypes.setdefault(entry.name, entry.dtype)
+                    if dtype != entry.dtype:
+                        raise MegacompileError(
+                            f"{self} keeps {entry.name} in {dtype}, and of {slot.parameter.name} in "
+                            f"{entry.dtype}: use optimizers that keep one name in one dtype."
+                        )
+                    sizes[entry.name] += padded_elements(elements)
+            most |= {name: max(most[name], elements) for name, elements in sizes.items()}
+        return {PREFIX + name: (dtype, most[name]) for name, dtype in dtypes.items()}
 
-    def views(self, group: GroupLayout, arrays: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Return by slot, by array's name, the flat views of what is kept of it."""
+    def views(
+        self, group: GroupLayout, arrays: Mapping[str, Tensor], rank: int = 0
+    ) -> Iterator[dict[str, Tensor]]:
+        """Return by slot, by array's name, the flat views of what a rank keeps of it."""
         offsets: dict[str, int] = defaultdict(int)
         for slot in group.slots:
             views = {}
-            for entry in self.entries(slot.parameter):
+            for entry, elements in self._kept(group, slot, rank):
                 name = PREFIX + entry.name
-                views[name] = arrays[name][offsets[name] :][: entry.numel]
-                offsets[name] += padded_elements(entry.numel)
+                views[name] = arrays[name][offsets[name] :][:elements]
+                offsets[name] += padded_elements(elements)
             yield views
 
+    def _kept(self, group: GroupLayout, slot: Slot, rank: int) -> Iterator[tuple[Entry, int]]:
+        """Return the tensors that ``step`` keeps of a parameter, and how many elements a rank has of each."""
+        part = own_part(group, slot, rank)[0]
+        none = group.ranks > 1 and part.start == part.stop
+        for entry in self.entries(slot.parameter):
+            elements = part.stop - part.start if entry.like else 0 if none else entry.numel
+            yield entry, elements
+
     def entries(self, parameter: Parameter) -> tuple[Entry, ...]:
-        """Return the tensors that ``step`` keeps of a parameter."""
+        """Return the tensors that ``step`` keeps of a parameter, or of a chunk of one."""
         index = parameter.param_group
-        if not self.elementwise[index]:
-            return self._entries_of(index, parameter.shape)
-        shape = (parameter.numel,)
-        return tuple(replace(e, shape=shape) if e.like else e for e in self._entries_of(index, (CHUNK,)))
+        return self._entries_of(index, (CHUNK,) if self.elementwise[index] else parameter.shape)
 
     def shared_by_pieces(self, array: str) -> bool:
         """Return whether an array holds of each piece of a parameter what it holds of the whole one."""
-        return not any(PREFIX + e.name == array and e.like for found in self._entries.values() for e in found)
+        known = (e for found in self._entries.values() for e in found)
+        return array.startswith(PREFIX) and not any(PREFIX + e.name == array and e.like for e in known)
 
     def _entries_of(self, index: int, shape: tuple[int, ...]) -> tuple[Entry, ...]:
         key = index, shape
@@ -365,28 +379,34 @@ class Foreign:
     def scratch_bytes(self, group: GroupLayout) -> int:
         """Return the most bytes that the step of one parameter of a trained group takes beside its state:
         master and gradient in FP32, and the temporaries of ``step``."""
-        return max((self._work_of(slot.parameter).scratch for slot in group.slots), default=0)
+        own = (item for rank in range(group.ranks) for item in owned(group, rank))
+        return max((self._work_of(slot.parameter, elements).scratch for _, slot, elements in own), default=0)
 
     def update_work(self, group: GroupLayout) -> tuple[int, int]:
         """Return the bytes that the host reads and writes for a step of all parameters of a trained group,
-        and the FLOPs of its products there."""
-        halves, matrices = group.dtype == torch.bfloat16, self.matrices(group)
+        and the FLOPs of its products there; of a shard the most of any rank's."""
+        moved, flops = zip(*(self._work_of_rank(group, rank) for rank in range(group.ranks)), strict=True)
+        return max(moved), max(flops)
+
+    def _work_of_rank(self, group: GroupLayout, rank: int) -> tuple[int, int]:
+        gradient, halves = _gradient_bytes(group), group.dtype == torch.bfloat16
         moved = flops = 0
-        for index, slot in enumerate(group.slots):
-            numel = slot.parameter.numel
-            if index in matrices:
-                moved += (muon.MOMENTUM_BYTES + group.dtype.itemsize + muon.STEP_BYTES) * numel
+        for _, slot, elements in owned(group, rank):
+            if self._orthogonal[slot.parameter.param_group]:
+                moved += (muon.MOMENTUM_BYTES + gradient + muon.STEP_BYTES) * elements
                 continue
-            work = self._work_of(slot.parameter)
-            moved += (4 + group.dtype.itemsize + (16 if halves else 0)) * numel + work.moved
+            work = self._work_of(slot.parameter, elements)
+            moved += (4 + gradient + (16 if halves else 0)) * elements + work.moved
             flops += work.flops
         return moved, flops
 
-    def _work_of(self, parameter: Parameter) -> Work:
+    def _work_of(self, parameter: Parameter, elements: int) -> Work:
+        """Return the work of a step of so many elements of a parameter: of all, unless each is stepped
+        alone."""
         index, shape, chunks = parameter.param_group, parameter.shape, 1.0
         if self.elementwise[index]:
-            shape = (min(CHUNK, parameter.numel),)
-            chunks = parameter.numel / max(1, shape[0])
+            shape = (min(CHUNK, elements),)
+            chunks = elements / max(1, shape[0])
         key = index, shape
         if self._orthogonal[index]:
             return Work(muon.scratch_bytes(shape), 0, 0)
@@ -486,12 +506,13 @@ class Foreign:
         steps: Sequence[int],
         slots: Collection[int],
         threads: int | None,
+        rank: int = 0,
     ) -> None:
-        """Let the momenta of a group's matrices in ``slots`` take their gradients, in whose place their
-        updates then lie."""
-        matrices = self.matrices(group)
+        """Let the momenta of a rank's matrices of a group in ``slots`` take their gradients, in whose place
+        their updates then lie."""
+        matrices = self.matrices(group, rank)
         with _threads(threads):
-            for index, views in enumerate(self.views(group, arrays)):
+            for index, views in enumerate(self.views(group, arrays, rank)):
                 if index not in slots or index not in matrices:
                     continue
                 momentum, own = (
@@ -501,7 +522,7 @@ class Foreign:
                 if steps[index] == 0:
                     momentum.zero_()
                 buffer = self._buffer(0, min(muon.CHUNK, momentum.numel()))
-                gradient = grad[part_of(group, index)]
+                gradient = grad[own_part(group, group.slots[index], rank)[1]]
                 muon.add_momentum(gradient, momentum, own.values, own.grad_scale, buffer, threads)
 
     def update(
@@ -515,15 +536,18 @@ class Foreign:
         slots: Collection[int],
         threads: int | None,
         method: str = "step",
+        rank: int = 0,
     ) -> None:
-        """Take a step of a group's parameters in ``slots``, of each of which so many ``steps`` were taken;
-        without a gradient call another ``method``, which changes parameters by their state. Of matrices whose
-        updates the device makes orthogonal, these are in the place of the gradient."""
-        for index, (slot, views) in enumerate(zip(group.slots, self.views(group, arrays), strict=True)):
+        """Take a step of what is a rank's of a group's parameters in ``slots``, of each of which so many
+        ``steps`` were taken; without a gradient call another ``method``, which changes parameters by their
+        state. Of matrices whose updates the device makes orthogonal, these are in the place of the
+        gradient."""
+        kept = list(self.views(group, arrays, rank))
+        for index, slot, numel in owned(group, rank):
             if index not in slots:
                 continue
-            owner, numel, first = slot.parameter.param_group, slot.parameter.numel, steps[index] == 0
-            part = slice(slot.offset, slot.offset + numel)
+            owner, views, first = slot.parameter.param_group, kept[index], steps[index] == 0
+            part = own_part(group, slot, rank)[1]
             masters = [arrays[name][part] for name in ("weights", "low") if name in arrays]
             if self._orthogonal[owner]:
                 assert grad is not None, "Muon has no other method"
@@ -640,10 +664,10 @@ class Foreign:
                 place.copy_(new)
 
 
-def part_of(group: GroupLayout, index: int) -> slice:
-    """Return the elements of a group's bucket that are a parameter's."""
-    slot = group.slots[index]
-    return slice(slot.offset, slot.offset + slot.parameter.numel)
+def _gradient_bytes(group: GroupLayout) -> int:
+    """Return the bytes of an element of a group's gradient where it is stepped by: sums over ranks are in
+    FP32."""
+    return group.dtype.itemsize if group.ranks == 1 else 4
 
 
 def name_of(kind: type) -> str:
