@@ -283,10 +283,6 @@ def compile(
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
         adopted = adopt(optimizer, model)
         form = form_of(adopted, check_format(optimizer_state))
-        if isinstance(form, Foreign) and world.size > 1 and not all(form.elementwise):
-            raise MegacompileError(
-                f"{form} cannot run over several ranks yet: train in one process, or use torch.optim.AdamW."
-            )
         if isinstance(form, Foreign) and form.writes_settings and on_nonfinite is not None:
             raise MegacompileError(
                 f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "

@@ -127,6 +127,9 @@ class Frontend:
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
         self.parameters = _describe(model, optimizer, compute_dtype)
+        if isinstance(form, Foreign):
+            described = self.parameters.items()
+            self.parameters = {n: replace(p, undivided=p.trained and not form.cuts(p)) for n, p in described}
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
         self._trained = {n for n, p in self.parameters.items() if p.trained}
         self._kernels = read_switches(kernels)
@@ -171,10 +174,9 @@ class Frontend:
     def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
         """Ways of cutting the weights: nothing cut, then ever smaller pieces of what is not updated whole."""
         whole = self.tables(batch, evaluate=evaluate)
-        found, form = families(self._front(batch, evaluate).fused, gather=bool(whole)), self._form
-        if isinstance(form, Foreign):
-            found = tuple(f for f in found if all(form.cuts(self.parameters[name]) for name in f.names))
-        return tiling_candidates(found, whole)
+        found = families(self._front(batch, evaluate).fused, gather=bool(whole))
+        divided = (f for f in found if not any(self.parameters[name].undivided for name in f.names))
+        return tiling_candidates(tuple(divided), whole)
 
     def tilings(
         self, batch: Batch, *, evaluate: bool, chunk: int = 0, layout: StateLayout = _LAID_OUT_ANEW

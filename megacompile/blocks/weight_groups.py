@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +45,7 @@ class Parameter:
     ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
     holds the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained`` says that batches may
     give it gradients, be it later ones, ``exact`` that it is frozen and its values are whole in bfloat16,
-    which it computes in.
+    which it computes in, ``undivided`` that its update needs all of it in one place.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Parameter:
     first_row: int = 0
     trained: bool = True
     exact: bool = False
+    undivided: bool = False
 
     @property
     def numel(self) -> int:
@@ -93,8 +94,9 @@ class Slot:
 class GroupLayout:
     """One weight group: a flat bucket of ``elements`` (with padding) in ``dtype`` on the device.
 
-    Where ``ranks`` share it, each holds the state of a shard, an equal part of the bucket. ``exact``: all of
-    its parameters are, so that the host needs nothing of it but what is streamed.
+    Where ``ranks`` share it, each holds the state of a shard, an equal part of the bucket; no shard ends
+    within an undivided parameter. ``exact``: all of its parameters are, so that the host needs nothing of it
+    but what is streamed.
     """
 
     index: int
@@ -233,8 +235,9 @@ def _group(
         key = (_module_of(name), parameters[name].dtype, parameters[name].trained)
         keyed[key].append(parameters[name])
     names = [block.name for block in part.blocks]
+    owned = [0] * ranks
     return tuple(
-        _layout(i, _group_name(key[0], members, names), members, ranks)  # type: ignore[arg-type]
+        _layout(i, _group_name(key[0], members, names), members, owned)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(keyed.items())
     )
 
@@ -264,15 +267,55 @@ def _weights(item: Input, part: Partition) -> tuple[str, ...]:
     return part.rows[item.value].pieces if item.value in part.rows else ()
 
 
-def _layout(index: int, name: str, members: list[Parameter], ranks: int) -> GroupLayout:
-    slots, offset = [], 0
-    for parameter in sorted(members, key=lambda p: p.param_group):
-        slots.append(Slot(parameter, offset))
-        offset += padded_elements(parameter.numel, ranks)
-    unit = ranks * _SHARD
-    elements = offset if ranks == 1 else -(-offset // unit) * unit
+def _layout(index: int, name: str, members: list[Parameter], owned: list[int]) -> GroupLayout:
+    """A group's layout; ``owned`` are the elements of undivided parameters, and of those beside them, that
+    each rank has of the groups so far."""
+    ranks, ordered = len(owned), sorted(members, key=lambda p: p.param_group)
+    if ranks > 1 and any(p.undivided for p in members):
+        slots, elements = _with_owners(ordered, owned)
+    else:
+        offsets = itertools.accumulate((padded_elements(p.numel, ranks) for p in ordered), initial=0)
+        *starts, elements = offsets
+        slots = list(map(Slot, ordered, starts))
+        elements = elements if ranks == 1 else -(-elements // (ranks * _SHARD)) * ranks * _SHARD
     dtype, trained, exact = members[0].dtype, members[0].trained, all(p.exact for p in members)
     return GroupLayout(index, name, dtype, trained, tuple(slots), elements, ranks, exact)
+
+
+def _with_owners(members: Sequence[Parameter], owned: list[int]) -> tuple[list[Slot], int]:
+    """Lay parameters out so that one rank has all of each undivided one, and every rank about as much.
+
+    The divided ones come first, over as many shards as they need. Each of the others, the largest first, goes
+    to the shard that has least; a shard is as large as the fullest. Shards go to ranks so that those that
+    have had least get the fullest; only the first few stay in their order if the divided ones need several.
+    """
+    ranks, sizes = len(owned), {p.name: padded_elements(p.numel, len(owned)) for p in members}
+    divided = [p for p in members if not p.undivided]
+    whole = sorted((p for p in members if p.undivided), key=lambda p: -sizes[p.name])
+    first = sum(sizes[p.name] for p in divided)
+    share = -(-sum(sizes.values()) // (ranks * _SHARD)) * _SHARD
+    while True:
+        loads = [min(share, max(0, first - shard * share)) for shard in range(ranks)]
+        kept = [shard for shard in range(ranks) if first > share and loads[shard]]
+        places: list[tuple[Parameter, int, int]] = []
+        for parameter in whole:
+            shard = min(range(ranks), key=loads.__getitem__)
+            places.append((parameter, shard, loads[shard]))
+            loads[shard] += sizes[parameter.name]
+        if max(loads) <= share:
+            break
+        share = max(loads)
+    free = range(len(kept), ranks)
+    fullest = sorted(free, key=lambda shard: -loads[shard])
+    owners = dict(zip([*kept, *fullest], [*kept, *sorted(free, key=owned.__getitem__)], strict=True))
+    offset, slots = owners[0] * share, []
+    for parameter in divided:
+        slots.append(Slot(parameter, offset))
+        offset += sizes[parameter.name]
+    slots += [Slot(p, owners[shard] * share + before) for p, shard, before in places]
+    for shard, rank in owners.items():
+        owned[rank] += loads[shard]
+    return sorted(slots, key=lambda slot: slot.offset), ranks * share
 
 
 def padded_elements(elements: int, ranks: int = 1) -> int:

@@ -260,17 +260,11 @@ def _check(options: argparse.Namespace) -> None:
                 )
     if options.rollout and options.gpus * options.nodes > 1:
         raise MegacompileError("--rollout is of one card, as a rollout is: leave --gpus and --nodes out.")
-    if options.optimizer != "adamw":
-        if options.optimizer_state != "fp32":
-            raise MegacompileError(
-                f"--optimizer-state is a format of Adam's moments, which {options.optimizer} does not keep: "
-                "leave it out, or plan with --optimizer adamw."
-            )
-        if options.gpus * options.nodes > 1 or options.sweep == "gpus":
-            raise MegacompileError(
-                f"--optimizer {options.optimizer} runs on one card: leave --gpus and --nodes out, or plan "
-                "with --optimizer adamw."
-            )
+    if options.optimizer != "adamw" and options.optimizer_state != "fp32":
+        raise MegacompileError(
+            f"--optimizer-state is a format of Adam's moments, which {options.optimizer} does not keep: "
+            "leave it out, or plan with --optimizer adamw."
+        )
     if options.explain and options.json:
         raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
 
