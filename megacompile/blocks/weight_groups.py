@@ -237,7 +237,7 @@ def _group(
     names = [block.name for block in part.blocks]
     owned = [0] * ranks
     return tuple(
-        _layout(i, _group_name(key[0], members, names), members, owned)  # type: ignore[arg-type]
+        lay_out(i, _group_name(key[0], members, names), members, owned)  # type: ignore[arg-type]
         for i, (key, members) in enumerate(keyed.items())
     )
 
@@ -267,7 +267,7 @@ def _weights(item: Input, part: Partition) -> tuple[str, ...]:
     return part.rows[item.value].pieces if item.value in part.rows else ()
 
 
-def _layout(index: int, name: str, members: list[Parameter], owned: list[int]) -> GroupLayout:
+def lay_out(index: int, name: str, members: list[Parameter], owned: list[int]) -> GroupLayout:
     """A group's layout; ``owned`` are the elements of undivided parameters, and of those beside them, that
     each rank has of the groups so far."""
     ranks, ordered = len(owned), sorted(members, key=lambda p: p.param_group)

@@ -110,8 +110,8 @@ class MatrixUpdates:
     """The updates of a group's matrices that the device makes orthogonal: their sides, the shorter one first,
     and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
     ``update_bytes`` that the host moves before it. Of several ranks, each of which has its own matrices, the
-    ``sides`` are those of the one whose device they take most of, ``others`` those of the rest; bytes and
-    work are the most of any of them."""
+    ``sides`` are those of the one whose device they take most of, ``others`` those of the rest: bytes are the
+    most of any, and work is the mean, as ranks take turns to have most of a group."""
 
     sides: Sides
     iterations: int
@@ -137,14 +137,13 @@ class MatrixUpdates:
 
         Per iteration three products, and the terms that two of them are added to are copied.
         """
-        flops, moved, launches = 0, 0, 0
-        for own in (self.sides, *self.others):
-            flops = max(flops, sum(self.iterations * (4 * m * m * n + 2 * m**3) for m, n in own))
-            copied = (6 * m * n + self.iterations * 4 * (m * n + m * m) for m, n in own)
-            moved = max(moved, sum(copied))
-            launches = max(launches, len(own) * (_NORMALISE + 5 * self.iterations))
-        products = max(map(_product_bytes, (self.sides, *self.others)))
-        return Call((), (), products, 0, flops, moved, launches=launches)
+        owners, flops, moved = (self.sides, *self.others), 0, 0
+        for m, n in itertools.chain(*owners):
+            flops += self.iterations * (4 * m * m * n + 2 * m**3)
+            moved += 6 * m * n + self.iterations * 4 * (m * n + m * m)
+        launches = sum(map(len, owners)) * (_NORMALISE + 5 * self.iterations)
+        flops, moved, launches = (-(-work // len(owners)) for work in (flops, moved, launches))
+        return Call((), (), max(map(_product_bytes, owners)), 0, flops, moved, launches=launches)
 
 
 def _matrix_bytes(sides: Sides) -> int:

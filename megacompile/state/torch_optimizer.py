@@ -209,8 +209,8 @@ class Foreign:
             return None
         owners = [tuple((min(p.shape), max(p.shape)) for p in parameters) for parameters in of_ranks]
         iterations = max(self._values[p.param_group]["ns_steps"] for own in of_ranks for p in own)
-        most = max(sum(p.numel for p in own) for own in of_ranks)
-        return MatrixUpdates.of(owners, iterations, (muon.MOMENTUM_BYTES + _gradient_bytes(group)) * most)
+        mean = -(-sum(p.numel for own in of_ranks for p in own) // group.ranks)
+        return MatrixUpdates.of(owners, iterations, (muon.MOMENTUM_BYTES + _gradient_bytes(group)) * mean)
 
     def cuts(self, parameter: Parameter) -> bool:
         """Return whether a parameter may be cut: each of its elements is stepped alone."""
@@ -384,9 +384,10 @@ class Foreign:
 
     def update_work(self, group: GroupLayout) -> tuple[int, int]:
         """Return the bytes that the host reads and writes for a step of all parameters of a trained group,
-        and the FLOPs of its products there; of a shard the most of any rank's."""
+        and the FLOPs of its products there; of shards the mean, as whole parameters go to ranks so that each
+        has about as much in all."""
         moved, flops = zip(*(self._work_of_rank(group, rank) for rank in range(group.ranks)), strict=True)
-        return max(moved), max(flops)
+        return -(-sum(moved) // group.ranks), -(-sum(flops) // group.ranks)
 
     def _work_of_rank(self, group: GroupLayout, rank: int) -> tuple[int, int]:
         gradient, halves = _gradient_bytes(group), group.dtype == torch.bfloat16

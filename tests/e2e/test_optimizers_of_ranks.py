@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import megacompile
 from megacompile import Program
@@ -44,7 +45,7 @@ class Run:
     def __init__(self, ranks: range, seed: int = 0, load: Path | None = None, **options: Any) -> None:
         torch.manual_seed(seed)
         model, optimizer = built()
-        options |= {"compute_dtype": torch.float32, "device": "cpu"}
+        options = {"compute_dtype": torch.float32, "device": "cpu"} | options
         self.program: Program = megacompile.compile(model, "1GB", optimizer=optimizer, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.program.optimizer, 0.8)
         self.ranks = ranks
@@ -84,7 +85,7 @@ def on_one_rank(rank: int, size: int, folder: Path) -> tuple[set[bool], list[dic
         return divided(run.program, rank), [run.values(), resumed.values()]
 
 
-def plain(ranks: range, limit: float | None = None) -> dict[str, Tensor]:
+def plain(ranks: range) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model, optimizer = built()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -92,8 +93,6 @@ def plain(ranks: range, limit: float | None = None) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for rank in ranks:
             (model(**alone.batch(10 * step + rank)) / len(ranks)).backward()
-        if limit is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         schedule.step()
     optimizer.eval()
@@ -115,3 +114,51 @@ def test_ranks_step_bitwise_as_a_plain_loop_and_any_number_resumes(size: int, tm
     expected, results = plain(everyone), [*answers[0][1], one.values()]
     for way, found in zip(("ranks", "resumed by ranks", "resumed by one"), results, strict=True):
         assert [n for n, value in expected.items() if not torch.equal(found[n], value)] == [], way
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": {"max_grad_norm": 0.1},
+    "in bf16": {"compute_dtype": torch.bfloat16},
+    "NVMe": {"host_budget": "550KB"},
+}
+
+
+def with_options(rank: int, size: int, names: list[str], folder: Path) -> dict[str, Any]:
+    """Train with these options on one rank, or, as rank -1, in one process, which is given all batches."""
+    results = {}
+    for name in names:
+        extra = {"offload_dir": folder} if "host_budget" in CASES[name] else {}
+        run = Run(range(rank, size, size) if rank >= 0 else range(size), **CASES[name], **extra)
+        run.train(*range(STEPS))
+        memory, states = run.program.memory, {group.state for group in run.program.plan.groups}
+        peaks = memory.device_peak_bytes, memory.predicted_peak_bytes
+        results[name] = peaks, states, run.values()
+    return results
+
+
+def test_ranks_train_as_one_process_with_any_options(tmp_path: Path) -> None:
+    names = list(CASES)
+    one = with_options(-1, 2, names, tmp_path)
+    ranks = whole(run_ranks(2, with_options, 2, names, tmp_path))
+    assert "nvme" in {state.split("-")[0] for state in ranks[0]["NVMe"][1]}
+    for name in names:
+        (*_, expected), (_, _, found) = one[name], ranks[0][name]
+        peaks = [rank[name][0] for rank in ranks]
+        assert max(peak for peak, _ in peaks) == peaks[0][1] == peaks[1][1], name
+        if name == "clipped":  # by a norm that is rounded otherwise
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        else:
+            assert [n for n, value in expected.items() if not torch.equal(found[n], value)] == [], name
+
+
+def on_mesh(rank: int, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Train on the batches of four ranks; where there are two, each has those of two."""
+    mesh = init_device_mesh("cpu", shape)
+    run = Run(range(rank, 4, shape[0] * shape[1]), mesh=mesh)
+    run.train(*range(STEPS))
+    return run.values()
+
+
+def test_replicas_of_two_ranks_are_bitwise_two_with_more_micro_batches() -> None:
+    two, four = (whole(run_ranks(shape[0] * shape[1], on_mesh, shape))[0] for shape in ((1, 2), (2, 2)))
+    assert [name for name, value in two.items() if not torch.equal(four[name], value)] == []

@@ -34,7 +34,7 @@ SLOW = (
     r"test_own_gradients\.py::test_of_weights_in_bf16\[(?!norm)",
     r"test_muon\.py::test_trains_bitwise_as_torch_does_and_resumes\[(full|updates|NVMe, clipped)",
     r"test_muon\.py::test_a_mixture_of_experts",
-    r"test_optimizers_of_ranks\.py::test_ranks_step\w+\[3",
+    r"test_optimizers_of_ranks\.py::test_(ranks_step\w+\[3|ranks_train|replicas)",
     # Architectures: two of twelve stay, for shared blocks and for an encoder with its decoder. Experts train,
     # cut into pieces, in test_tile.py.
     r"test_architectures\.py::test_architecture_trains_right\[(?!one block|nn)",

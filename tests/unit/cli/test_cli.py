@@ -463,7 +463,6 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "above 0"),
         (["plan", "--model", "x", "--machine", "h200", "--lora-targets", "q_proj"], "needs --lora RANK"),
         (["plan", "--model", "x", "--machine", "h200", "--frozen", "8bit"], "needs --lora RANK"),
-        (["plan", "--model", "x", "--machine", "h200", "--optimizer", "muon", "--gpus", "2"], "one card"),
         (
             ["plan", "--model", "x", "--machine", "h200", "--optimizer", "sgd", "--optimizer-state", "int8"],
             "format of Adam's moments",
