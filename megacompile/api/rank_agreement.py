@@ -23,7 +23,7 @@ from megacompile.graph.captured import OutputsFn
 from megacompile.graph.sequence_dimension import is_padded_right
 from megacompile.runtime.step_results import step_seed
 from megacompile.schedule.plan import Mode
-from megacompile.state.adam import backend
+from megacompile.state.adam import Kernel, backend
 from megacompile.state.optimizer import hypers
 from megacompile.state.torch_optimizer import Foreign
 
@@ -64,11 +64,12 @@ def _updates(settings: Settings) -> str:
     if settings.world.ranks.replicas == 1:
         return ""
     gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
-    form, own = settings.optimizer_state, ""
+    form = settings.optimizer_state
+    kernel: Kernel = "muon" if isinstance(form, Foreign) else form
+    code = {"c": "the C kernel", "torch": "torch"}[backend(kernel)]
     if isinstance(form, Foreign):
-        form, own = "muon", f" and torch for {torch.backends.cpu.get_cpu_capability()}"
-    kernel = {"c": "the C kernel", "torch": "torch"}[backend(form)]
-    return f"{kernel}{own} on the host, and {gpu}"
+        code += f", torch for {torch.backends.cpu.get_cpu_capability()}"
+    return f"{code} on the host, and {gpu}"
 
 
 def agreed_batches(
