@@ -125,6 +125,13 @@ def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
     )
 
 
+@st.composite
+def with_matrices(draw: st.DrawFn, work: Workload) -> Workload:
+    """A workload of which Muon updates matrices of some groups."""
+    groups = (_with_matrices(draw, g) if g.trainable and draw(st.booleans()) else g for g in work.groups)
+    return replace(work, groups=tuple(groups))
+
+
 def _with_matrices(draw: st.DrawFn, group: GroupWork) -> GroupWork:
     """The group with some matrices that Muon updates."""
     sides = st.tuples(st.integers(1, 20), st.integers(20, 40))
@@ -256,8 +263,7 @@ def scheduled(
     ``matrices``."""
     work = draw(workloads(max_blocks))
     if matrices:
-        groups = (_with_matrices(draw, g) if g.trainable and draw(st.booleans()) else g for g in work.groups)
-        work = replace(work, groups=tuple(groups))
+        work = draw(with_matrices(work))
     plan, mode = draw(plans(work)), draw(modes)
     return work, plan, mode, lower(work, plan, mode)
 

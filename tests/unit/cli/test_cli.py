@@ -383,6 +383,18 @@ def test_the_optimizers_of_plan_are_those_of_torch_that_train(name: str) -> None
     assert name_of(kind) in ELEMENTWISE | {"torch.optim.Adafactor"}
 
 
+def test_another_optimizer_is_planned_over_several_cards(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its state is in all that of one card, padding between owners of matrices apart."""
+    moments = []
+    for gpus in ("1", "2"):
+        arguments = ["--machine", "h100-sxm", *SHAPE, "--optimizer", "muon", "--gpus", gpus]
+        assert main(["plan", "--model", config, *arguments, "--json"]) == 0
+        moments.append(json.loads(capsys.readouterr().out)["host_bytes"]["clipped"]["moments"])
+    assert moments[0] <= moments[1] <= 1.3 * moments[0]
+
+
 def test_the_state_and_the_update_of_another_optimizer_are_priced(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,9 +19,9 @@ from megacompile.schedule.op_table import COLLECTIVES, Agreed, Resident, Shard, 
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, peak_bytes
 from megacompile.schedule.verify import check_collectives, verify
-from megacompile.schedule.workload import Workload
+from megacompile.schedule.workload import MatrixUpdates, Workload
 from tests.support.oracle import execute, sees_garbage, unordered
-from tests.support.problems import MODES, chain, find, plans, uniform, with_op, workloads
+from tests.support.problems import MODES, chain, find, plans, uniform, with_matrices, with_op, workloads
 from tests.unit.hardware.test_simulate import UNIT
 
 
@@ -86,7 +86,10 @@ def moved(step: Step, index: int, to: int) -> Step:
 def several(draw: st.DrawFn) -> tuple[Workload, Step]:
     """A random workload of two to four ranks in one to three replicas, with a step that trains it or computes
     its loss."""
-    work = shared(draw(workloads(4)), draw(st.integers(2, 4)), draw(st.integers(1, 3)))
+    work = draw(workloads(4))
+    if draw(st.booleans()):
+        work = draw(with_matrices(work))
+    work = shared(work, draw(st.integers(2, 4)), draw(st.integers(1, 3)))
     plan: Plan = draw(plans(work))
     blocks = tuple(replace(b, saved_on="device" if b.saved_on == "nvme" else b.saved_on) for b in plan.blocks)
     groups = tuple(replace(g, state="device" if g.state == "device" else "host") for g in plan.groups)
@@ -342,6 +345,24 @@ def test_an_update_before_the_losses_are_agreed_on() -> None:
     op = DEFERRED.ops[index]
     careless = with_op(DEFERRED, index, op.with_(reads=tuple(t for t in op.reads if t != Agreed())))
     refuse(careless, "adam of group 0", "before all ranks' losses are known")
+    matrices = MatrixUpdates.of([((10, 20),), ()], 5, 900)
+    groups = (replace(g, update_moved=2000, matrices=matrices) for g in WORK.groups)
+    work = replace(WORK, groups=tuple(groups))
+    step = lower(work, PLAN, Mode("train"))
+    verify(step, work)
+    index = find(step, "momentum", group=0)
+    op = step.ops[index]
+    careless = with_op(step, index, op.with_(reads=tuple(t for t in op.reads if t != Agreed())))
+    refuse_collectives(careless, "momentum of group 0", "before all ranks' losses are known", work=work)
+
+
+def test_matrices_of_ranks_take_the_memory_of_one_and_the_work_of_the_mean() -> None:
+    owners = [((4, 5), (4, 4)), (), ((6, 8),)]
+    shared, alone = MatrixUpdates.of(owners, 5, 900), [MatrixUpdates.of([own], 5, 900) for own in owners]
+    assert shared.sides == owners[2] and shared.others == (owners[0], owners[1])
+    assert shared.nbytes == max(own.nbytes for own in alone) == 2 * 6 * 8
+    assert shared.call.peak_bytes == max(own.call.peak_bytes for own in alone) == 2 * 6 * 8 + 2 * 6 * 6
+    assert shared.call.flops == -(-sum(own.call.flops for own in alone) // 3)
 
 
 def test_an_agreement_that_leaves_a_loss_out() -> None:
