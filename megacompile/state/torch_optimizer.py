@@ -295,9 +295,10 @@ class Foreign:
             yield views
 
     def _kept(self, group: GroupLayout, slot: Slot, rank: int) -> Iterator[tuple[Entry, int]]:
-        """Return the tensors that ``step`` keeps of a parameter, and how many elements a rank has of each."""
+        """Return the tensors that ``step`` keeps of a parameter, and how many elements a rank has of each; of
+        an empty parameter the first rank has what is kept beside."""
         part = own_part(group, slot, rank)[0]
-        none = group.ranks > 1 and part.start == part.stop
+        none = part.start == part.stop and (rank > 0 or slot.parameter.numel > 0)
         for entry in self.entries(slot.parameter):
             elements = part.stop - part.start if entry.like else 0 if none else entry.numel
             yield entry, elements
