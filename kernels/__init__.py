@@ -25,7 +25,9 @@ from megacompile.kernels.qk_norm_rope import qk_norm_rope
 from megacompile.kernels.rms_norm import rms_norm
 from megacompile.kernels.rope import rope
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+# By the package's own name: transformers looks for a library of the name ``kernels``, and in a checkout
+# finds this folder.
+for _module in pkgutil.iter_modules(__path__, "megacompile.kernels."):
     importlib.import_module(_module.name)
 
 __all__ = [
