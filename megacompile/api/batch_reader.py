@@ -279,8 +279,9 @@ class Intake:
                 settings=settings,
                 outputs=outputs,
             )
+            batch = replace(batch, withheld=withheld) if withheld else batch
             check_signature(model, batch, function=own)
-            micro.append(replace(batch, withheld=withheld) if withheld else batch)
+            micro.append(batch)
         return of_one_kind(micro)
 
     def cut_by(self, cut: LossCut | None) -> None:
@@ -289,7 +290,7 @@ class Intake:
 
     def cuts(self, given: Any) -> list[LossCut]:
         """The ways to cut the model's own loss off, for a batch of this kind."""
-        return [] if self._loss_fn is not None else cuts(_items(given)[0])
+        return [] if self._loss_fn is not None else cuts(_items(given)[0], self._model)
 
     def check_counts(self, micro: Sequence[Batch]) -> None:
         """Refuse to sum losses that do not read the ``num_items_in_batch`` of their micro-batches."""

@@ -347,7 +347,7 @@ def micro_weights(micro: Sequence[Batch], weights: Sequence[float] | None, *, ra
 
 def check_signature(model: nn.Module, batch: Batch, *, function: Any) -> None:
     """Name entries that the forward does not take, unless they are for ``function``, and missing ones."""
-    args, kwargs = batch.args, batch.kwargs
+    args, kwargs = batch.args, {**batch.kwargs, **batch.withheld}
     if function is not None:
         args, kwargs, _ = divide(model, args, kwargs, function)
     signature, name = inspect.signature(model.forward), f"{type(model).__name__}.forward"

@@ -291,7 +291,7 @@ class HostValues(TorchFunctionMode):
         patches = [
             Patch(nn.Module, "__call__", self.module, "a call beside the trace is none of its modules'"),
             Patch(FakeTensor, "tolist", self.tolist, "torch reads each element by itself"),
-            *(Patch(*of, self.call, "may read values of the batch") for of in _own_functions(self.model)),
+            *(Patch(*of, self.call, "may read values of the batch") for of in own_functions(self.model)),
         ]
         with replaced(patches), self:
             yield
@@ -546,8 +546,8 @@ class HostValues(TorchFunctionMode):
         """The arguments of a call, those that it takes as sizes as numbers."""
 
         def is_number(x: Any) -> bool:
-            whole = isinstance(x, Tensor) and not x.dim() and not x.is_floating_point()
-            return whole and self._is_known(x)
+            known = isinstance(x, Tensor) and self._is_known(x)
+            return known and not x.dim() and not x.is_floating_point()
 
         if any(map(is_number, tensors)):
             try:
@@ -579,7 +579,7 @@ def _places(mask: Tensor) -> tuple[Tensor, ...]:
     return mask.nonzero(as_tuple=True)
 
 
-def _own_functions(model: nn.Module) -> Iterator[tuple[Any, str]]:
+def own_functions(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """The functions of a model's files, with the classes or files that hold them: methods of its modules, but
     for the forwards, and functions that these may call by their names."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}

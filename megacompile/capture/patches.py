@@ -366,6 +366,7 @@ def _short_or_long(rotary: Any, positions: Tensor, layer_type: str | None, devic
 
 
 _ABSENT = object()
+_THEIRS = "_in_whose_place"  # of a function that stands in the place of another, as long as it is patched
 _lock = threading.RLock()  # what is replaced is the whole process's
 
 
@@ -564,7 +565,15 @@ def _in_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Cal
             return ours(theirs, *args, **kwargs)
         return theirs(*args, **kwargs)
 
+    vars(call)[_THEIRS] = theirs
     return call
+
+
+def unpatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in whose place patches stand."""
+    while _THEIRS in getattr(function, "__dict__", ()):
+        function = vars(function)[_THEIRS]
+    return function
 
 
 def _called_on(method: types.ClassMethodDescriptorType, kind: type, *args: Any, **kwargs: Any) -> Any:
