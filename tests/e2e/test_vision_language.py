@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from tests.support.multimodal import fixed
+from tests.support.multimodal import fixed, sized
 from tests.support.vision_language import Case, cases
+
+SIZED = cases() | sized()
 
 
 def _batches(case: Case, *, mixed: bool) -> list[dict[str, Tensor]]:
@@ -62,10 +64,10 @@ def trained(
     return programs
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@pytest.mark.parametrize("name", list(SIZED))
 def test_images_in_other_places_share_a_program(name: str) -> None:
     """At the least budget."""
-    case = cases()[name]
+    case = SIZED[name]
     torch.manual_seed(0)
     model, batches = case.build(), _batches(case, mixed=False)
     assert trained(model, batches, _least(model, batches[0])) == 1
@@ -87,8 +89,8 @@ def _least(model: nn.Module, batch: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:Compiling another program")
-@pytest.mark.parametrize("name", list(cases()))
+@pytest.mark.parametrize("name", list(SIZED))
 def test_each_combination_of_sizes_has_a_program(name: str) -> None:
-    case = cases()[name]
+    case = SIZED[name]
     torch.manual_seed(0)
     assert trained(case.build(), _batches(case, mixed=True), "200MB") <= 5

@@ -10,7 +10,19 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-from tests.support.vision_language import GRIDS, IMAGE, TEXT, TOWER, by_grids, cases, normal, rows
+from tests.support.vision_language import (
+    GRID_SIZES,
+    GRIDS,
+    IMAGE,
+    TEXT,
+    TOWER,
+    Case,
+    Sizes,
+    by_grids,
+    cases,
+    normal,
+    rows,
+)
 
 _VIDEO, _SOUND, _START, _END = range(191, 195)
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -82,6 +94,94 @@ def _frames(counts: list[list[int]]) -> Callable[[int], dict[str, Tensor]]:
         }
 
     return make
+
+
+def _videollama() -> nn.Module:
+    model = _named(
+        "VideoLlama3", text_config=_text(model_type="qwen2"), vision_config=TOWER, image_token_id=IMAGE,
+        video_token_id=_VIDEO,
+    )  # fmt: skip
+    for parameter in model.parameters():  # the projector is torch's own
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def _merged(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
+    batch = by_grids(sizes, seed, padding)
+    if "image_grid_thw" not in batch:
+        return batch
+    del batch["mm_token_type_ids"]
+    merges = torch.full((len(batch["image_grid_thw"]),), 2)
+    pixels = normal(seed, len(batch["pixel_values"]), 3 * 14 * 14)
+    return batch | {"image_merge_sizes": merges, "pixel_values": pixels}
+
+
+def _compressed(seed: int) -> dict[str, Tensor]:
+    """A video of two frames, of whose eight tokens six are kept."""
+    batch = _frames([[6], []])(seed)
+    del batch["mm_token_type_ids"]
+    draw = torch.Generator().manual_seed(seed)
+    return batch | {
+        "pixel_values_videos": normal(seed, 32, 3 * 14 * 14),
+        "video_merge_sizes": torch.tensor([2]),
+        "video_compression_mask": torch.randperm(8, generator=draw) < 6,
+    }
+
+
+def _minicpm() -> nn.Module:
+    config = t.MiniCPMV4_6Config(
+        text_config=_text(model_type="qwen3_5_text", **_LINEAR), image_size=112, insert_layer_id=1,
+        vision_config=TOWER | {"image_size": 112, "num_hidden_layers": 3}, image_token_id=IMAGE,
+        video_token_id=_VIDEO,
+    )  # fmt: skip
+    return t.MiniCPMV4_6ForConditionalGeneration(config)
+
+
+def _merged_twice(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
+    """Images twice as high and wide, in one row of pixels."""
+    batch = rows([[h * w // 4 for h, w in row] for row in sizes], seed, padding, 40)
+    flat = [(2 * h, 2 * w) for row in sizes for h, w in row]
+    if flat:
+        patches = sum(h * w for h, w in flat)
+        batch |= {"target_sizes": torch.tensor(flat), "pixel_values": normal(seed, 1, 3, 14, 14 * patches)}
+    return batch
+
+
+def _gemma4() -> nn.Module:
+    text = _text(
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=200, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"], use_bidirectional_attention="vision",
+    )  # fmt: skip
+    vision = TOWER | {"head_dim": 8, "num_key_value_heads": 4, "patch_size": 4}
+    vision |= {"pooling_kernel_size": 2, "position_embedding_size": 16}
+    return _named(
+        "Gemma4", text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=_VIDEO,
+        audio_token_id=_SOUND, boa_token_id=_START, eoa_token_index=_END, boi_token_id=195, eoi_token_id=196,
+    )  # fmt: skip
+
+
+def _in_places(sizes: Sizes, seed: int, padding: int) -> dict[str, Tensor]:
+    """Patches of each image with their places, filled up to 32."""
+    batch = rows([[h * w // 4 for h, w in row] for row in sizes], seed, padding, 40)
+    flat = [size for row in sizes for size in row]
+    if flat:
+        places = torch.full((len(flat), 32, 2), -1)
+        for own, (h, w) in zip(places, flat, strict=True):
+            own[: h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+        batch |= {"image_position_ids": places, "pixel_values": normal(seed, len(flat), 32, 3 * 4 * 4)}
+    return batch | {"mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
+
+
+def sized() -> dict[str, Case]:
+    """Models of images in several sizes by name."""
+    experts = _WIDE | _EXPERTS | {"first_k_dense_replace": 1}
+    return {
+        "Qwen3-VL-MoE": Case(_grids("Qwen3VLMoe", **_EXPERTS), by_grids, GRID_SIZES),
+        "GLM-4.5V": Case(_grids("Glm4vMoe", **experts), by_grids, GRID_SIZES),
+        "VideoLLaMA 3": Case(_videollama, _merged, GRID_SIZES),
+        "MiniCPM-V 4.6": Case(_minicpm, _merged_twice, GRID_SIZES),
+    }
 
 
 def _kimi() -> nn.Module:
@@ -257,9 +357,51 @@ def _sound_of_granite(seed: int) -> dict[str, Tensor]:
     return batch | {"input_features": normal(seed, 2, 16, 8), "input_features_mask": _upto([8, 6], 8)}
 
 
+def _clap() -> nn.Module:
+    text = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"intermediate_size": 64, "max_position_embeddings": 64, "projection_dim": 16}
+    ears = {"window_size": 4, "num_mel_bins": 8, "spec_size": 32, "hidden_size": 32, "projection_dim": 16}
+    ears |= {"depths": [1, 1], "num_attention_heads": [2, 4], "num_hidden_layers": 2, "num_classes": 4}
+    dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return t.ClapModel(
+        t.ClapConfig(
+            text_config=text | dropped,
+            audio_config=ears | dropped | {"patch_embeds_hidden_size": 16},
+            projection_dim=16,
+            logit_scale_init_value=1.0,
+        )
+    )
+
+
+def _sound_and_text(seed: int) -> dict[str, Any]:
+    ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(seed))
+    mask = _upto([12, 8 + seed], 12).long()
+    sound = {"input_features": normal(seed, 2, 1, 100, 8), "is_longer": torch.zeros(2, 1, dtype=torch.bool)}
+    return sound | {"input_ids": ids.where(mask > 0, 1), "attention_mask": mask, "return_loss": True}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Pixels in classes.
+
+
+def _upernet() -> nn.Module:
+    stages = {"out_features": [f"stage{i}" for i in range(1, 5)]}
+    backbone = t.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1] * 4, drop_path_rate=0.0, **stages)
+    config = t.UperNetConfig(
+        backbone_config=backbone, hidden_size=16, auxiliary_in_channels=24, auxiliary_channels=8,
+        num_labels=3, pool_scales=[1, 2],
+    )  # fmt: skip
+    return t.UperNetForSemanticSegmentation(config)
+
+
+def _classes(seed: int) -> dict[str, Tensor]:
+    labels = torch.randint(0, 3, (2, 64, 64), generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": normal(seed, 2, 3, 64, 64), "labels": labels}
+
+
 def fixed() -> dict[str, Fixed]:
     """The models by name."""
-    sized = cases()
+    qwen3 = cases()["Qwen3-VL"].build
     lfm2 = {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 4}
     in_lfm2 = _text(model_type="lfm2", layer_types=["conv", "full_attention"], block_ff_dim=64)
     return {
@@ -278,8 +420,12 @@ def fixed() -> dict[str, Fixed]:
             _lfm2,
         ),
         "Ovis 2": Fixed(_ovis, _with_indicators),
-        "Qwen3-VL, video": Fixed(sized["Qwen3-VL"].build, _frames([[4, 4], []])),
+        "Qwen3-VL, video": Fixed(qwen3, _frames([[4, 4], []])),
         "Qwen2-Audio": Fixed(_qwen2_audio, _sound),
         "Qwen2.5-Omni": Fixed(_omni, _sound_and_images),
         "Granite Speech": Fixed(_granite, _sound_of_granite),
+        "VideoLLaMA 3, compressed video": Fixed(_videollama, _compressed),
+        "Gemma 4": Fixed(_gemma4, lambda seed: _in_places(GRID_SIZES[0], seed, 0)),
+        "CLAP": Fixed(_clap, _sound_and_text),
+        "UperNet": Fixed(_upernet, _classes),
     }  # fmt: skip

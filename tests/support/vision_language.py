@@ -170,7 +170,7 @@ def _of_idefics(config: Any, model: Any, text: str, **options: Any) -> Callable[
     return make
 
 
-_GRID_SIZES = ([[(4, 4)], [(4, 8), (4, 4)]], [[(4, 8)], [(8, 4), (2, 8)]])
+GRID_SIZES = ([[(4, 4)], [(4, 8), (4, 4)]], [[(4, 8)], [(8, 4), (2, 8)]])
 _PIXEL_SIZES = ([[(56, 56)], [(28, 60)]], [[(40, 56)], [(60, 28)]])
 _MASK_SIZES = ([[(4, 4)], [(4, 3), (2, 4)]], [[(3, 4)], [(4, 2), (4, 4)]])
 _PERCEIVER = {
@@ -190,12 +190,12 @@ def cases() -> dict[str, Case]:
         "Qwen3-VL": _with_grids(t.Qwen3VLConfig, t.Qwen3VLForConditionalGeneration),
         "GLM-4V": _with_grids(t.Glm4vConfig, t.Glm4vForConditionalGeneration),
     }
-    found = {name: Case(build, by_grids, _GRID_SIZES) for name, build in made.items()}
+    found = {name: Case(build, by_grids, GRID_SIZES) for name, build in made.items()}
     mistral3 = _of_llava(
         t.Mistral3Config, t.Mistral3ForConditionalGeneration, "mistral", "pixtral", spatial_merge_size=2
     )
     pixtral = _of_llava(t.LlavaConfig, t.LlavaForConditionalGeneration, "mistral", "pixtral", **fully)
-    found["Mistral 3"] = Case(mistral3, _by_sizes(2), _GRID_SIZES)
+    found["Mistral 3"] = Case(mistral3, _by_sizes(2), GRID_SIZES)
     found["LLaVA with Pixtral"] = Case(pixtral, _by_sizes(1), _MASK_SIZES)
     found["LLaVA-NeXT"] = Case(
         _of_llava(
