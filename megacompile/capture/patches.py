@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -389,6 +389,7 @@ _RECURRENCES: dict[str, tuple[Callable[..., Any], str]] = {  # of transformers, 
 _NO_GRADIENTS = "a graph holds a forward alone"
 _BY_VALUES = "depends on values, which tracing does not know"
 _NEVER = "would never run"
+_ONCE = "a program would draw once"
 _COUNTED = "random numbers come from a counter, so that a recompute repeats them"
 
 REFUSED: tuple[Patch, ...] = (
@@ -399,7 +400,8 @@ REFUSED: tuple[Patch, ...] = (
     Patch(eager_transforms, "grad_increment_nesting", refused(refusals.GRAD), _NO_GRADIENTS),
     Patch(eager_transforms, "_construct_standard_basis_for", refused(refusals.JACFWD), _NO_GRADIENTS),
     Patch(Tensor, "register_hook", refusals.gradient_hook, _NEVER),
-    Patch(numpy.random, "default_rng", refusals.unseeded, "a program would draw once"),
+    Patch(random.Random, "seed", refusals.unseeded, _ONCE),
+    Patch(random, "_urandom", refused(refusals.DRAWS), _ONCE),  # NumPy's seeds where none is given, too
     Patch(FakeTensor, "is_cuda", property(refusals.is_cuda), "a graph has one side of a branch"),
     Patch(saved_tensors_hooks, "__enter__", refusals.no_packing, _NEVER),
     Patch(torch.inference_mode, "__enter__", refusals.no_inference, "a trace does not hold the mode"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import pickle
 import random
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -323,8 +325,11 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
         )
 
 
-_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
-_DRAWS = (
+_GENERATORS = (random.Random, numpy.random.BitGenerator)
+_CLOSED = (*_GENERATORS, types.ModuleType, type, Tensor)
+_LIBRARIES = {"torch", "numpy", "transformers", *sys.stdlib_module_names}
+_DEEP, _LARGE = 8, 2000  # levels that are looked into, and items of one that may hold a generator
+DRAWS = (
     "The forward draws random numbers from Python or NumPy, which would be the same in every step: use "
     "torch.nn.Dropout, or move the random numbers into the batch."
 )
@@ -355,7 +360,8 @@ class Effects:
     def noted(self, model: nn.Module, *, takes_finite: bool = False) -> Iterator[None]:
         """Note what a forward in this thread does besides computing, and refuse what can't be noted.
         ``takes_finite``: where it asks whether numbers are finite, they are."""
-        before, tensors, states = attributes(model), tensors_of(model), _random_states(model)
+        before, tensors, generators = attributes(model), tensors_of(model), _generators(model)
+        states = _states(generators)
         buffers = dict(model.named_buffers())
         self.finite.clear()
         with _Watch(self.finite if takes_finite else None):
@@ -368,8 +374,8 @@ class Effects:
         for name, buffer in model.named_buffers():
             if buffers.get(name) is not buffer:
                 raise CaptureError(f"The forward assigns the buffer {name}: {_WAY_OUT}")
-        if _random_states(model) != states:
-            raise CaptureError(_DRAWS)
+        if _states(generators) != states:
+            raise CaptureError(DRAWS)
 
 
 def refuse_other_forward(first: fx.Graph, second: fx.Graph, before: str, after: str) -> None:
@@ -384,24 +390,43 @@ def computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
     return inputs, [str(node.format_node()) for node in graph.nodes if node.op != "placeholder"]
 
 
-def _random_states(model: nn.Module) -> bytes:
-    """Return the states of Python's and NumPy's generators: the global ones, those that modules hold, and
-    those of the files that their forwards stand in."""
-    files = {id(space): space for m in model.modules() if (space := _globals_of(m)) is not None}
-    spaces = [*map(vars, model.modules()), *files.values()]
-    held = [x for space in spaces for x in list(space.values()) if isinstance(x, _GENERATORS)]
-    return pickle.dumps((random.getstate(), numpy.random.get_state(), held))  # noqa: NPY002
+def _generators(model: nn.Module) -> list[Any]:
+    """Return Python's and NumPy's generators: the global ones, and those that modules, the files of their
+    forwards, and what these hold and call hold."""
+    found: list[Any] = [random._inst, numpy.random.mtrand._rand._bit_generator]  # type: ignore[attr-defined]
+    level: list[Any] = [space for m in model.modules() for space in (vars(m), _globals_of(m))]
+    seen: set[int] = set()
+    for _ in range(_DEEP):
+        level = [x for x in {id(x): x for x in level if gc.is_tracked(x)}.values() if id(x) not in seen]
+        seen.update(map(id, level))
+        found += [x for x in level if isinstance(x, _GENERATORS)]
+        inside = [gc.get_referents(x) for x in level if not isinstance(x, _CLOSED) and not _of_library(x)]
+        level = [x for held in inside if len(held) <= _LARGE for x in held]
+    return found
+
+
+def _of_library(x: Any) -> bool:
+    """Return whether something is a function that draws from no generator of a model's."""
+    return isinstance(x, types.FunctionType) and str(x.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _globals_of(module: nn.Module) -> dict[str, Any] | None:
     return getattr(inspect.unwrap(type(module).forward), "__globals__", None)
 
 
-def unseeded(theirs: Any, seed: Any = None) -> Any:
-    """``numpy.random.default_rng``, refused without a seed: its numbers are others in each step."""
-    if seed is None:
-        raise CaptureError(_DRAWS)
-    return theirs(seed)
+def _states(generators: list[Any]) -> bytes:
+    """Return the states of generators, of those of a class of its own what the base class knows."""
+    python = [x for x in generators if isinstance(x, random.Random)]
+    others = [x for x in generators if not isinstance(x, random.Random)]
+    states = [super(random.Random, x).getstate() for x in python]
+    return pickle.dumps((states, [x.state for x in others]))
+
+
+def unseeded(theirs: Any, generator: random.Random, a: Any = None, version: int = 2) -> None:
+    """``random.Random.seed``, refused without a seed: its numbers are others in each step."""
+    if a is None:
+        raise CaptureError(DRAWS)
+    theirs(generator, a, version)
 
 
 def no_inference(theirs: Any, context: torch.inference_mode) -> None:

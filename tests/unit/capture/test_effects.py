@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from numpy.random import PCG64
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -29,7 +30,7 @@ class Given(nn.Module):
         self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
         self.given, self.count, self.listed, self.kept = forward, 0, [0.0], torch.zeros(4, 8)
         self.state: Tensor | None = None
-        self.generator = random.Random(0)
+        self.generator, self.held = random.Random(0), {"deep": [numpy.random.default_rng(0)]}
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,12 +267,28 @@ def writes_into_the_batch(m: Any, x: Tensor) -> Tensor:
         (lambda m, x: m.a(x) * float(numpy.random.default_rng().random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * float(GENERATOR.random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * m.generator.random(), "Python or NumPy"),
+        (lambda m, x: m.a(x) * m.held["deep"][0].random(), "Python or NumPy"),
+        (lambda m, x: m.a(x) * random.Random().random(), "Python or NumPy"),
+        (lambda m, x: m.a(x) * random.SystemRandom().random(), "Python or NumPy"),
+        (lambda m, x: m.a(x) * float(numpy.random.RandomState().rand()), "Python or NumPy"),
+        (lambda m, x: m.a(x) * float(numpy.random.Generator(PCG64()).random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * m.a(x).sum().item(), "takes a number out of a tensor"),
     ],
 )
 def test_refused_by_name(forward: Forward, named: str) -> None:
     with pytest.raises(megacompile.MegacompileError, match=named):
         compiled(Given(forward)).train_step(copy.deepcopy(BATCH))
+
+
+def test_seeded_numbers_and_generators_that_nobody_draws_from_are_no_draws() -> None:
+    other = random.Random(1)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        assert other
+        return m.a(x) * random.Random(2).random() * float(numpy.random.default_rng(3).random())
+
+    model = Given(forward)
+    check_as_eager(model, copy.deepcopy(model))
 
 
 def test_a_parameter_that_a_hook_closes_over_is_refused_by_name() -> None:
