@@ -63,7 +63,7 @@ def is_cuda(tensor: Tensor) -> bool:
             "every device runs the branch that a CPU takes.",
             stacklevel=2,
         )
-    return bool(Tensor.is_cuda.__get__(tensor))  # type: ignore[attr-defined]
+    return bool(Tensor.is_cuda.__get__(tensor))
 
 
 def _has_gpu() -> bool:
@@ -269,13 +269,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.data.__get__:
             func, name = Tensor.detach, "detach"
-        elif func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        elif func == Tensor.data.__set__:
             raise CaptureError("The forward assigns the .data of a tensor: compute a new tensor instead.")
         elif name == "detach_":
             raise CaptureError("The forward calls detach_(), which is lost: write t = t.detach().")
-        elif func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
+        elif func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):
             _refuse_toggle(args[0], bool(args[1]) if len(args) > 1 else True)
         elif args and isinstance(args[0], Tensor) and writes(name):
             self._refuse_hidden_write(args[0], name)
@@ -393,7 +393,7 @@ def computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
 def _generators(model: nn.Module) -> list[Any]:
     """Return Python's and NumPy's generators: the global ones, and those that modules, the files of their
     forwards, and what these hold and call hold."""
-    found: list[Any] = [random._inst, numpy.random.mtrand._rand._bit_generator]  # type: ignore[attr-defined]
+    found: list[Any] = [random._inst, numpy.random.mtrand._rand._bit_generator]
     level: list[Any] = [space for m in model.modules() for space in (vars(m), _globals_of(m))]
     seen: set[int] = set()
     for _ in range(_DEEP):
