@@ -40,7 +40,8 @@ _SORTING = 21  # of a gradient of an embedding that sorts its indices
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
-                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
+                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum",
+                "opaque")  # fmt: skip
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -227,7 +228,7 @@ def is_ours(node: fx.Node) -> bool:
 
 def _call(node: fx.Node) -> KernelCall:
     assert isinstance(node.target, torch._ops.OpOverload)
-    tensors = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    tensors = [a.meta["val"] for a in flat(node.args) if isinstance(a, fx.Node)]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
     floats = [t for t in tensors if t.is_floating_point()]
     dtype = max(floats or tensors, key=Tensor.numel).dtype

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
     get_proxy_mode,
     track_tensor_tree,
 )
@@ -35,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megacompile.capture.batch import described
 from megacompile.capture.patches import Patch, replaced
+from megacompile.capture.refusals import outside_tracing
 from megacompile.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -228,23 +228,6 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._made += [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         return result
-
-
-@contextlib.contextmanager
-def outside_tracing() -> Iterator[None]:
-    """Within the context torch computes for real, as it does in an eager run."""
-    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
-    try:
-        with (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-            disable_proxy_modes_tracing(),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.host_values import outside_tracing, own_functions
+from megacompile.capture.host_values import own_functions
 from megacompile.capture.patches import Patch, replaced, unpatched
-from megacompile.capture.refusals import none_refused
+from megacompile.capture.refusals import none_refused, outside_tracing
 from megacompile.errors import CaptureError, UntraceableError
 from megacompile.units import format_bytes
 

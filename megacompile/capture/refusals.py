@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.capture.fingerprint import attributes, tensors_of
 from megacompile.capture.sdpa import attention
@@ -63,7 +65,7 @@ def is_cuda(tensor: Tensor) -> bool:
             "every device runs the branch that a CPU takes.",
             stacklevel=2,
         )
-    return bool(Tensor.is_cuda.__get__(tensor))
+    return bool(Tensor.is_cuda.__get__(tensor))  # type: ignore[attr-defined]
 
 
 def _has_gpu() -> bool:
@@ -199,6 +201,23 @@ def forward_runs() -> Iterator[None]:
         _exports.reset(token)
 
 
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Within the context torch computes for real, as it does in an eager run."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            disable_proxy_modes_tracing(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
 def unchecked(
     theirs: Any,
     distribution: Any,
@@ -269,13 +288,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if func == Tensor.data.__get__:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func, name = Tensor.detach, "detach"
-        elif func == Tensor.data.__set__:
+        elif func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError("The forward assigns the .data of a tensor: compute a new tensor instead.")
         elif name == "detach_":
             raise CaptureError("The forward calls detach_(), which is lost: write t = t.detach().")
-        elif func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):
+        elif func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
             _refuse_toggle(args[0], bool(args[1]) if len(args) > 1 else True)
         elif args and isinstance(args[0], Tensor) and writes(name):
             self._refuse_hidden_write(args[0], name)
@@ -326,6 +345,7 @@ def _refuse_toggle(tensor: Tensor, wanted: bool) -> None:
 
 
 _GENERATORS = (random.Random, numpy.random.BitGenerator)
+_GLOBAL: tuple[Any, ...] = random._inst, numpy.random.mtrand._rand._bit_generator
 _CLOSED = (*_GENERATORS, types.ModuleType, type, Tensor)
 _LIBRARIES = {"torch", "numpy", "transformers", *sys.stdlib_module_names}
 _DEEP, _LARGE = 8, 2000  # levels that are looked into, and items of one that may hold a generator
@@ -361,7 +381,7 @@ class Effects:
         """Note what a forward in this thread does besides computing, and refuse what can't be noted.
         ``takes_finite``: where it asks whether numbers are finite, they are."""
         before, tensors, generators = attributes(model), tensors_of(model), _generators(model)
-        states = _states(generators)
+        states = random_states(generators)
         buffers = dict(model.named_buffers())
         self.finite.clear()
         with _Watch(self.finite if takes_finite else None):
@@ -374,7 +394,7 @@ class Effects:
         for name, buffer in model.named_buffers():
             if buffers.get(name) is not buffer:
                 raise CaptureError(f"The forward assigns the buffer {name}: {_WAY_OUT}")
-        if _states(generators) != states:
+        if random_states(generators) != states:
             raise CaptureError(DRAWS)
 
 
@@ -393,7 +413,7 @@ def computation(graph: fx.Graph) -> tuple[list[str], list[str]]:
 def _generators(model: nn.Module) -> list[Any]:
     """Return Python's and NumPy's generators: the global ones, and those that modules, the files of their
     forwards, and what these hold and call hold."""
-    found: list[Any] = [random._inst, numpy.random.mtrand._rand._bit_generator]
+    found = [*_GLOBAL]
     level: list[Any] = [space for m in model.modules() for space in (vars(m), _globals_of(m))]
     seen: set[int] = set()
     for _ in range(_DEEP):
@@ -414,7 +434,7 @@ def _globals_of(module: nn.Module) -> dict[str, Any] | None:
     return getattr(inspect.unwrap(type(module).forward), "__globals__", None)
 
 
-def _states(generators: list[Any]) -> bytes:
+def random_states(generators: Sequence[Any] = _GLOBAL) -> bytes:
     """Return the states of generators, of those of a class of its own what the base class knows."""
     python = [x for x in generators if isinstance(x, random.Random)]
     others = [x for x in generators if not isinstance(x, random.Random)]
