@@ -42,17 +42,21 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
                 "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum",
                 "opaque")  # fmt: skip
+_KNOWN = ("aten", "prims", "megacompile")
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Return whether an operator is worth keeping the result of: products, attention, searches."""
+    """Return whether an operator is worth keeping the result of: products, attention, searches, and whatever
+    others define."""
     if node.target is operator.getitem:
         return is_heavy(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target._overloadpacket in flop_registry:
         return True
-    name = node.target._schema.name.split("::")[1]
+    namespace, name = node.target._schema.name.split("::")
+    if namespace not in _KNOWN:
+        return True
     return any(part in name for part in _HEAVY_PARTS)
 
 

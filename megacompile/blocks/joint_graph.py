@@ -18,6 +18,7 @@ from megacompile.blocks.memory_meter import is_oversized
 from megacompile.blocks.partition import Template
 from megacompile.capture.own_gradients import hand_on
 from megacompile.capture.patches import graphs_alone
+from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import BATCH_NORM, is_view, reached, storage_nbytes
 from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, value
@@ -130,6 +131,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
         ]
         traced = make_fx(joint)(inputs, grads)  # what comes of no argument is of this mode, too
     hand_on(traced.graph)
+    return_writes(traced.graph)
     if any(_is_mutable(n) for n in traced.graph.nodes):
         # some gradient rules write in place; a second trace without autograd makes them functional
         with mode, torch.no_grad():

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from megacompile.capture.changed_buffers import buffer_snapshot
 from megacompile.capture.refusals import none_refused, outside_tracing, random_states
+from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.kernels.registry import OpPass, OpSpec, declare
 
@@ -238,6 +239,7 @@ class _Rule:
             grads = [torch.empty(form[0], dtype=form[1]) for i in self._graded if (form := self._forms[i])]
             module = make_fx(lambda *given: self._backward(*given))(saved, grads)
             hand_on(module.graph)
+            return_writes(module.graph)
             if any(map(_writes, module.graph.nodes)):
                 module = make_fx(torch.func.functionalize(module, remove="mutations"))(saved, grads)
         module.graph.eliminate_dead_code()

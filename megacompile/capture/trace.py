@@ -49,6 +49,7 @@ from megacompile.capture.refusals import (
     refuse_writes,
 )
 from megacompile.capture.repeated_layers import LAYER, LayersDifferError, RepeatedLayers
+from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import BudgetError, CaptureError, UntraceableError
 from megacompile.graph.captured import (
     WRITE,
@@ -884,6 +885,9 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             with graphs_alone():
                 exported = torch.export.export(forward, inputs, strict=False)
+            for part in exported.graph_module.modules():
+                if isinstance(part, fx.GraphModule):
+                    return_writes(part.graph)
             refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
             refuse_sparse(exported)

@@ -1,4 +1,5 @@
-"""Functions with a gradient of their own, ``torch.autograd.Function``, beside eager PyTorch."""
+"""Functions with a gradient of their own, ``torch.autograd.Function``, and operators of others, beside eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -360,11 +361,109 @@ def dirty(x: Tensor) -> Tensor:
     return x + y
 
 
+@torch.library.custom_op("test_own_gradients::silu", mutates_args=())
+def silu(x: Tensor) -> Tensor:
+    a = x.float().numpy()
+    return torch.from_numpy(a / (1 + numpy.exp(-a))).to(x.dtype)
+
+
+@torch.library.custom_op("test_own_gradients::silu_backward", mutates_args=())
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    a = x.float().numpy()
+    gate = 1 / (1 + numpy.exp(-a))
+    return torch.from_numpy(grad.float().numpy() * gate * (1 + a * (1 - gate))).to(x.dtype)
+
+
+@torch.library.custom_op("test_own_gradients::silu_into", mutates_args={"out"})
+def silu_into(x: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_(scale * silu(x))
+
+
+@torch.library.custom_op("test_own_gradients::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    scale = torch.rsqrt(x.float().square().mean(-1) + eps)
+    return (x * scale[..., None] * weight).to(x.dtype), scale
+
+
+@torch.library.custom_op("test_own_gradients::norm_backward", mutates_args={"of_x", "of_weight"})
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, of_x: Tensor, of_weight: Tensor
+) -> Tensor:
+    """Write gradients where they are to be, as flash attention's backward does."""
+    normed = x.float() * scale[..., None]
+    of_weight.copy_((grad * normed).flatten(0, -2).sum(0))
+    by_weight = grad.float() * weight
+    of_x.copy_((by_weight - normed * (by_weight * normed).mean(-1, keepdim=True)) * scale[..., None])
+    return scale.clone()
+
+
+silu.register_fake(torch.empty_like)
+silu_backward.register_fake(lambda grad, x: torch.empty_like(x))
+silu_into.register_fake(lambda x, out, scale=1.0: None)
+norm.register_fake(lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)))
+norm_backward.register_fake(lambda grad, x, weight, scale, *_: torch.empty_like(scale))
+
+
+def of_norm(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    x, weight, scale = ctx.saved_tensors
+    of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+    norm_backward(grad.contiguous(), x, weight, scale, of_weight=of_weight, of_x=of_x)
+    return of_x, of_weight, None
+
+
+silu.register_autograd(
+    lambda ctx, grad: silu_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+norm.register_autograd(
+    of_norm,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2], output[1]),
+)
+
+
+class NormOfOperators(Function):
+    """Call operators, as flash attention's function does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    backward = staticmethod(of_norm)
+
+
+class SiluInto(Function):
+    """Call an operator that writes its result where it is to be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        silu_into(x, out)
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return silu_backward(grads[0], *ctx.saved_tensors)
+
+
+OPERATORS: dict[str, Callable[[Block, Tensor], Tensor]] = {
+    "silu_operator": lambda b, x: silu(x),
+    "norm_operator": lambda b, x: norm(x, b.weight, 1e-6)[0],
+    "norm_of_operators": lambda b, x: NormOfOperators.apply(x, b.weight, 1e-6),
+    "silu_into": lambda b, x: SiluInto.apply(x),
+}
+"""Operators of others, with gradients and fake kernels that they register."""
+
+EVERY = CALLS | OPAQUE | OPERATORS
+
+
 @pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
-@pytest.mark.parametrize("name", CALLS | OPAQUE)
+@pytest.mark.parametrize("name", EVERY)
 def test_trains_as_eager_does(name: str, tight: bool) -> None:
     torch.manual_seed(0)
-    model, micro = Model((CALLS | OPAQUE)[name]), batches(6)
+    model, micro = Model(EVERY[name]), batches(6)
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
     program = compiled(model, least(model, micro[:2]) if tight else "1GB")
@@ -398,10 +497,12 @@ def test_layers_share_a_block_of_plain_operators(tmp_path: Path) -> None:
     program.close()
 
 
-@pytest.mark.parametrize("name", ["norm", "gated", "quantised", "item", "looks"])
+@pytest.mark.parametrize(
+    "name", ["norm", "gated", "quantised", "item", "looks", "silu_operator", "norm_operator"]
+)
 def test_of_weights_in_bf16(name: str) -> None:
     torch.manual_seed(0)
-    model = Model((CALLS | OPAQUE)[name])
+    model = Model(EVERY[name])
     eager, batch = copy.deepcopy(model).bfloat16(), batches(1)[0]
     low = batch | {"x": batch["x"].bfloat16()}
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)

@@ -31,7 +31,7 @@ SLOW = (
     r"test_train_command\.py::test_a_dry_run_is_of_the_adapters\w+\[int8",
     r"test_loss_cut\.py::test_trains_as_eager_does\[(detr|mask2former|\w+-least)",
     r"test_own_gradients\.py::test_trains_as_eager_does\[(?!norm|sorted)\w+-ample",
-    r"test_own_gradients\.py::test_trains_as_eager_does\[(arrays|dirty|looks|shared|same|over)-least",
+    r"test_own_gradients\.py::test_trains_as_eager_does\[(arrays|dirty|looks|shared|same|over|silu_operator|norm_operator)-least",
     r"test_own_gradients\.py::test_of_weights_in_bf16\[(?!norm)",
     r"test_muon\.py::test_trains_bitwise_as_torch_does_and_resumes\[(full|updates|NVMe, clipped)",
     r"test_muon\.py::test_a_mixture_of_experts",

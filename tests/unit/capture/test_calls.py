@@ -53,6 +53,12 @@ def twice_(x: Tensor) -> None:
     x.mul_(2)
 
 
+@torch.library.custom_op("test_capture_calls::all_twice_", mutates_args=("x",))
+def all_twice_(x: list[Tensor]) -> None:
+    for each in x:
+        each.mul_(2)
+
+
 @torch.library.custom_op("test_capture_calls::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     return 2 * x
@@ -90,6 +96,18 @@ def writes(m: Any, x: Tensor) -> Tensor:
     x = x.clone()
     twice_(x)
     return m.a(x)
+
+
+def writes_into_a_list(m: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    all_twice_([x])
+    return m.a(x)
+
+
+def writes_what_is_trained(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    twice_(h)
+    return h
 
 
 def penalty(m: Any, x: Tensor) -> Tensor:
@@ -147,7 +165,8 @@ def writes_in_vmap(m: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "an operator that writes": (writes, r"calls test_capture_calls\.twice_\..*mutates_args=\(\)"),
+    "an operator that writes into a list": (writes_into_a_list, r"calls test_cap.*mutates_args=\(\)"),
+    "an operator that writes what is trained": (writes_what_is_trained, r"no autograd formula"),
     "an operator without a fake kernel": (
         lambda m, x: twice(x) * m.a(x),
         r"calls test_capture_calls::twice, which has no fake kernel.*register_fake\.$",
@@ -222,6 +241,7 @@ TRAINED: dict[str, Forward] = {
     "func.jvp": lambda m, x: torch.func.jvp(lambda t: m.a(t).tanh(), (x,), (x,))[1].square(),
     "the mask of flex attention": masked,
     "writes within vmap": writes_in_vmap,
+    "an operator that writes": writes,
     "InstanceNorm's own statistics": lambda m, x: m.norm.eval()(m.a(x)[None]).square(),
 }
 
