@@ -351,7 +351,8 @@ _LIBRARIES = {"torch", "numpy", "transformers", *sys.stdlib_module_names}
 _DEEP, _LARGE = 8, 2000  # levels that are looked into, and items of one that may hold a generator
 DRAWS = (
     "The forward draws random numbers from Python or NumPy, which would be the same in every step: use "
-    "torch.nn.Dropout, or move the random numbers into the batch."
+    "torch.nn.Dropout, or move the random numbers into the batch; speech models of transformers draw for "
+    "SpecAugment, which config.apply_spec_augment=False leaves out."
 )
 
 
