@@ -363,7 +363,7 @@ class _Form(NamedTuple):
         """Make numbers between 0 and 1; of whole ones zeros, which index anything; or True."""
         x, generator = self.empty(torch.device("cpu")), torch.Generator().manual_seed(seed)
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            return x.uniform_(0.05, 0.95, generator=generator).to(device)
+            return x.copy_(0.05 + 0.9 * torch.rand(self.shape, generator=generator)).to(device)
         return x.fill_(self.dtype == torch.bool).to(device)
 
     def laid_out(self, x: Tensor) -> Tensor:
