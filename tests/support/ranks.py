@@ -35,6 +35,7 @@ from megacompile.planner.search import search
 from megacompile.runtime.block_calls import Blocks
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
+from tests.support.captures import Captures
 from tests.support.scripts import context
 
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
@@ -143,7 +144,8 @@ def _run(
     world.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
-        answer = work(rank, *arguments)
+        with Captures().shared():
+            answer = work(rank, *arguments)
     except Exception as error:
         answer = Raised(type(error).__name__, str(error), traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))

@@ -66,8 +66,8 @@ def test_further_shapes_in_the_interpreter() -> None:
 
 def wanted(name: str) -> set[str]:
     """What an operator must have been given in some test."""
-    if name.startswith("flash_attention"):
-        return EVERY - {"4096 columns"}  # its columns are those of one head
+    if name.startswith(("flash_attention", "gated_delta_rule", "mamba2_chunk_scan")):
+        return EVERY - {"4096 columns"}  # their columns are those of one head
     if name.endswith("_") and name != "adamw_":
         return TYPES  # the kernel of their twin, over its input
     if f"{name}_backward" in NAMES or name.endswith("_backward"):
