@@ -74,7 +74,7 @@ def test_tokens_are_those_of_transformers_before_and_after_steps(name: str) -> N
 
 
 def test_under_a_budget_smaller_than_the_weights() -> None:
-    model, batch = build("llama"), batch_for("llama", size=1, length=8)
+    model, batch = build("llama", layers=2), batch_for("llama", size=1, length=8)
     weights = sum(p.nbytes for p in model.parameters())
     program = compiled(copy.deepcopy(model), batch, f"{weights * 0.9 / 1e6:.3f}MB")
     assert_same_tokens(program, model, input_ids=prompts(rows=1))
@@ -85,7 +85,7 @@ def test_under_a_budget_smaller_than_the_weights() -> None:
 
 
 def test_beams_stopping_and_the_model_s_own_generation_config() -> None:
-    model = build("llama")
+    model = build("llama", layers=2)
     model.generation_config.update(do_sample=True, top_k=5, eos_token_id=list(range(3, 40)))  # type: ignore[operator, union-attr]
     program = compiled(copy.deepcopy(model), batch_for("llama"))
     stopped = assert_same_tokens(program, model, input_ids=prompts())
@@ -108,7 +108,7 @@ def test_logits_of_one_position_where_the_forward_gives_all() -> None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **given)
 
     torch.manual_seed(0)
-    model = GivesAll(build("llama").config)
+    model = GivesAll(build("llama", layers=2).config)
     program = compiled(copy.deepcopy(model), batch_for("llama"))
     assert_same_tokens(program, model, **left_padded())
     program.close()
@@ -136,7 +136,10 @@ def test_what_only_a_rollout_can_do(request: pytest.FixtureRequest) -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     shape = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
              "decoder_start_token_id": 0}  # fmt: skip
-    models = peft.get_peft_model(build("llama"), config), T5ForConditionalGeneration(T5Config(**shape))
+    models = (
+        peft.get_peft_model(build("llama", layers=2), config),
+        T5ForConditionalGeneration(T5Config(**shape)),
+    )
     programs = [compiled(model) for model in models]
     ours = [program.generate(prompts(), **NEW | {"max_new_tokens": 3}) for program in programs]
     request.getfixturevalue("no_rollout")
@@ -182,7 +185,7 @@ def test_what_cannot_generate_is_refused_by_name() -> None:
 @pytest.mark.parametrize("given", [{"output_hidden_states": True}, {"inputs_embeds": torch.ones(2, 7, 32)}])
 @pytest.mark.usefixtures("no_rollout")
 def test_what_needs_more_than_logits_is_refused_by_name(given: dict[str, Any]) -> None:
-    program = compiled(build("llama"), batch_for("llama"))
+    program = compiled(build("llama", layers=2), batch_for("llama"))
     with pytest.raises(megacompile.MegacompileError, match=f"takes no {next(iter(given))}"):
         program.generate(prompts(), **NEW | given)
     program.close()
@@ -190,14 +193,14 @@ def test_what_needs_more_than_logits_is_refused_by_name(given: dict[str, Any]) -
 
 @pytest.mark.parametrize("ids", [prompts()[0], [[5, 6]]])
 def test_prompts_that_are_no_rows_of_tokens_are_refused(ids: Any) -> None:
-    program = compiled(build("llama"))
+    program = compiled(build("llama", layers=2))
     with pytest.raises(megacompile.MegacompileError, match="a tensor of rows of tokens"):
         program.generate(ids, **NEW)
     program.close()
 
 
 def test_a_loaded_folder_s_generation_config(tmp_path: Path) -> None:
-    model: Any = build("llama")
+    model: Any = build("llama", layers=2)
     model.generation_config.update(do_sample=True, top_k=3, eos_token_id=[2, 90])
     model.save_pretrained(tmp_path / "in")
     fp32 = {"compute_dtype": torch.float32}
@@ -216,7 +219,7 @@ def test_a_loaded_folder_s_generation_config(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_rollout")
 def test_a_model_whose_values_are_kept_says_so_and_a_first_call_what_it_needs() -> None:
-    program = compiled(build("llama"))
+    program = compiled(build("llama", layers=2))
     with pytest.raises(megacompile.ProgramError, match=r"program\.prepare\(batch\)"):
         program.generate(prompts(), **NEW)
     program.prepare(batch_for("llama"))

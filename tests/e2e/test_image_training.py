@@ -254,15 +254,27 @@ def test_the_command_trains_on_rows_that_name_images(
 def test_the_command_fills_batches_of_several_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says how many programs that makes, and plans the largest."""
+    """It says how many programs that makes, before any is planned."""
+    monkeypatch.chdir(filled(tmp_path, SHAREGPT, images.qwen3_vl))
+    images.files(Path("data/images"), 6, SEVERAL)
+    with monkeypatch.context() as patch:
+        patch.delattr("megacompile.integrations.transformers.Mixin.plan")
+        with pytest.raises(AttributeError, match="plan"):
+            main(["train", "config.yaml", *FLAGS, "--dry_run=true"])
+    looked = capsys.readouterr().out
+    assert "at most 2" in looked and "tokens are filler" in looked
+    assert main(["train", "config.yaml", *FLAGS, "--per_device_eval_batch_size=3"]) == 2
+    assert "give the same for both" in capsys.readouterr().err
+
+
+def test_the_command_plans_the_largest_batch_of_several_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(filled(tmp_path, SHAREGPT, images.qwen3_vl))
     images.files(Path("data/images"), 6, SEVERAL)
     assert main(["train", "config.yaml", *FLAGS, "--dry_run=true"]) == 0, capsys.readouterr().err
     looked = capsys.readouterr().out
-    assert "at most 2" in looked and "tokens are filler" in looked
     assert "training on the largest images" in looked and "FITS" in looked
-    assert main(["train", "config.yaml", *FLAGS, "--per_device_eval_batch_size=3"]) == 2
-    assert "give the same for both" in capsys.readouterr().err
 
 
 def test_what_is_wrong_with_rows_of_images_is_said(
