@@ -86,7 +86,7 @@ def trainer(kind: Any, folder: Path, make: Callable[[], nn.Module] | None = None
         "use_cpu": True,
     }
     return kind(
-        model=(make or (lambda: build("llama", layers=2)))(),
+        model=(make or (lambda: build("llama", layers=1)))(),
         args=transformers.TrainingArguments(**settings | given),
         train_dataset=rows(22, 1),
         eval_dataset=rows(8, 2),
@@ -117,7 +117,7 @@ def lora(**given: Any) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     torch.manual_seed(3)
     model: nn.Module = peft.get_peft_model(
-        build("llama", layers=2),
+        build("llama", layers=1),
         peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **given),
     )
     return model
@@ -128,7 +128,7 @@ def adapted(kind: str, **given: Any) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     torch.manual_seed(3)
     config = getattr(peft, f"{kind}Config")(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
-    model: nn.Module = peft.get_peft_model(build("llama", layers=2), config)
+    model: nn.Module = peft.get_peft_model(build("llama", layers=1), config)
     return model
 
 
@@ -137,7 +137,7 @@ def prompts(kind: str, **given: Any) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     torch.manual_seed(3)
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **given)
-    model: nn.Module = peft.get_peft_model(build("llama", layers=2), config)
+    model: nn.Module = peft.get_peft_model(build("llama", layers=1), config)
     return model
 
 
@@ -237,7 +237,7 @@ def test_adapters_are_saved_as_peft_saves_them(given: dict[str, Any], tmp_path: 
     for part in ("checkpoint-1", "."):
         mine, theirs = (load_file(folder / part / "adapter_model.safetensors") for folder in folders)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
-    loaded = peft.PeftModel.from_pretrained(build("llama", layers=2), folders[0]).state_dict()
+    loaded = peft.PeftModel.from_pretrained(build("llama", layers=1), folders[0]).state_dict()
     trained = found[0].program.state_dict(trained=True)
     assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
 
@@ -353,7 +353,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
     """Where plain transformers goes on with weights that are NaN, and leaves the loss out of its logs."""
 
     def poisoned() -> nn.Module:
-        model = build("llama", layers=2)
+        model = build("llama", layers=1)
         model.model.embed_tokens.weight.data[20] = float("nan")  # type: ignore[union-attr, operator, index]
         return model
 
@@ -558,7 +558,7 @@ def test_a_list_of_optimizers_trains_as_its_members_do_upstream(tmp_path: Path) 
     """Upstream takes one optimizer, here one that has each of them step."""
     both = []
     for kind in (Trainer, transformers.Trainer):
-        model = build("llama", layers=2)
+        model = build("llama", layers=1)
         optimizers: Any = muon_beside_adamw(model)
         given = {"optimizers": (optimizers if kind is Trainer else Both(optimizers), None)}
         settings = {"max_steps": 3, "gradient_accumulation_steps": 1, "of_trainer": given}
@@ -698,7 +698,7 @@ def test_arguments_become_options_of_compile(tmp_path: Path) -> None:
         max_grad_norm=0,
     )
     options = compile_options(
-        given, build("llama", layers=2), training_arguments.settle(given, MegacompileConfig(hbm_budget=1))
+        given, build("llama", layers=1), training_arguments.settle(given, MegacompileConfig(hbm_budget=1))
     )
     expected = {
         "compute_dtype": torch.bfloat16,
