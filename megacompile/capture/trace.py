@@ -412,7 +412,7 @@ def _returning(target: Any) -> torch._ops.OpOverload | None:
         return None
     same = [a.name for a in found._schema.arguments] == [a.name for a in target._schema.arguments]
     others = any(a.alias_info is not None for a in target._schema.arguments[1:])
-    return found if same and not others and not _may_alias(found) else None  # type: ignore[no-any-return]
+    return found if same and not others and not _may_alias(found) else None
 
 
 def _is_own(base: fx.Node, write: fx.Node) -> bool:

@@ -68,11 +68,13 @@ def describe(model: nn.Module) -> Description:
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         dtypes = {name: tensor.dtype for name, tensor in named.items()}
-    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
-    copies = [copy.deepcopy(c) if hasattr(c, "save_pretrained") else None for c in configs]
-    loaded_from = getattr(configs[0], "name_or_path", None)
+    config, generation = (
+        copy.deepcopy(c) if hasattr(c, "save_pretrained") else None
+        for c in (getattr(model, name, None) for name in ("config", "generation_config"))
+    )
+    loaded_from = getattr(config, "name_or_path", None)
     source = Path(loaded_from) if loaded_from and Path(loaded_from).is_dir() else None
-    return Description(type(model).__name__, shapes, dtypes, plain_names(model), *copies, source)
+    return Description(type(model).__name__, shapes, dtypes, plain_names(model), config, generation, source)
 
 
 def export_model(
