@@ -263,7 +263,7 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
     _keep_gradient_barriers(exported.graph_module)
     _unmark_single(exported.graph_module)
     for module in _graphs(exported.graph_module):
-        _return_writes(module.graph)
+        _functional_writes(module.graph)
     try:
         calls = list(_calls(exported.graph_module))
         forms = {form.key: form for form in map(_Form, (c for c in calls if _is_composite(c.target)))}
@@ -377,7 +377,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _return_writes(graph: fx.Graph) -> None:
+def _functional_writes(graph: fx.Graph) -> None:
     """Let writes into tensors that a graph made, and of which it has no view, return what they write."""
     for node in list(graph.nodes):
         target = _returning(node.target)
