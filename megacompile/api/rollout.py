@@ -97,12 +97,12 @@ class DeviceWeights:
                 with self.device.whole():
                     place = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
                     value = self.read(name, place)
-            except _FULL as error:
+            except _FULL:
                 raise BudgetError(
                     f"hbm_budget leaves {format_bytes(self._budget)}, without room for the "
                     f"{format_bytes(nbytes)} of {name} beside weights that were taken before and not let go "
                     "yet: raise it."
-                ) from error
+                ) from None
             del place
             yield name, value
             del value
@@ -225,14 +225,14 @@ class Rollout(DeviceWeights):
                 results.append(self.run(function, (), own))
                 start += at_once
                 continue
-            except _FULL as error:
+            except _FULL:
                 self._random_state(draws)
                 if at_once == 1 and self._streams:
                     raise BudgetError(
                         f"hbm_budget leaves {format_bytes(self._budget)}, without room for the cache of one "
                         "row beside the weights of one block: give shorter prompts, ask for fewer tokens, or "
                         "raise it."
-                    ) from error
+                    ) from None
             gc.collect()  # what failed may be in a cycle with its traceback
             if at_once == 1:
                 self._stream()
