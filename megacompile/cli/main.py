@@ -269,8 +269,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     text = "show the details with clipping (the default; its value changes no figure)"
     clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
     clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
-    text = "whose update the host makes; muon: of the layers' matrices, beside AdamW (adamw)"
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=text)
+    text = f"whose update the host makes: {', '.join(OPTIMIZERS)} (adamw); muon has the layers' matrices"
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", metavar="NAME", help=text)
     text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
     add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
     text = "train PEFT's LoRA adapters of this rank; the rest is frozen, a checkpoint in bfloat16"

@@ -190,7 +190,7 @@ SLOW = (
     r"interpreted/test_gated_delta_rule\.py::test_planted_faults_are_found\[(?!one block)",
     r"interpreted/test_mamba2_chunk_scan\.py::test_forward_and_backward\[shape([013-6]|2-dtype0)",
     r"interpreted/test_mamba2_chunk_scan\.py::test_planted_faults_are_found\[(?!no decay)",
-    r"interpreted/test_cross_entropy\.py::test_linear\[(dtype\d-plain|dtype0-all-F|dtype1|dtype2-all-T)",
+    r"interpreted/test_cross_entropy\.py::test_linear\[(dtype\d-plain|dtype0-all-F|dtype[12]-all-T)",
     r"interpreted/test_cross_entropy\.py::test_logits\[shape1-dtype[12]-(plain|softcap|smoothing)",
     r"interpreted/test_clamped_glu\.py::test_forward_and_backward\[shape3-halves-dtype[01]",
     r"interpreted/test_clamped_glu\.py::test_extreme_values\[dtype[01]-halves",

@@ -53,8 +53,9 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
 
 
 EXCEPTIONS = {
+    "megacompile/blocks/costs.py": "what is worth keeping, by parts of names",
     "megacompile/capture/changed_buffers.py": "operators of buffers that change, declared there",
-    "megacompile/capture/own_gradients.py": "the mark of a function with its own gradient",
+    "megacompile/capture/own_gradients.py": "functions with a gradient of their own",
     "megacompile/capture/repeated_layers.py": "the mark of an equal layer, declared there",
     "megacompile/capture/quantized_weights.py": "the operators of weights in codes, declared there",
     "megacompile/capture/patches.py": "transformers' functions that ours stand for, by their names there",
