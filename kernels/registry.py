@@ -88,7 +88,8 @@ class OpSpec:
     dimension alone, or together, which is always right. ``variant`` says in the words of the ahead-of-time
     gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
     whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
-    draws random numbers. ``benchmarks`` hold its eager form.
+    draws random numbers. ``kept``: its results are worth keeping, though no formula says what they cost.
+    ``benchmarks`` hold its eager form.
     """
 
     name: str
@@ -98,6 +99,7 @@ class OpSpec:
     variant: Callable[[Arguments], str] = lambda _: ""
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
+    kept: bool = False
     benchmarks: tuple[Operation, ...] = ()
 
 

@@ -476,7 +476,7 @@ class Program:
 
     def expect_mixing(self) -> None:
         """Keep frozen weights so that :meth:`mix` can change them; comes before the state is laid out."""
-        self._session.values.mixes = True
+        self._session.values.expect_mixing()
 
     @alone
     def mix(self, other: Program, share: float) -> None:
@@ -643,7 +643,7 @@ class Program:
     def resume(self, folder: str | os.PathLike[str]) -> None:
         """Let a rollout that comes before the state is laid out have the values of a checkpoint, which
         :meth:`load` is given afterwards."""
-        self._session.values.resumed = saved_masters(Path(folder))
+        self._session.values.resume_from(saved_masters(Path(folder)))
 
     @alone
     def load(self, folder: str | os.PathLike[str]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megacompile.blocks.memory_meter import SORTED_FROM, tensors_of
 from megacompile.capture.sdpa import attention, attention_backward
+from megacompile.capture.written_arguments import is_of_others
 from megacompile.graph.captured import is_view
 from megacompile.graph.sequence_dimension import arguments
 from megacompile.kernels.registry import called
@@ -40,9 +41,7 @@ _SORTING = 21  # of a gradient of an embedding that sorts its indices
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 _HEAVY_PARTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "cross_entropy", "lstm",
-                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum",
-                "opaque")  # fmt: skip
-_KNOWN = ("aten", "prims", "megacompile")
+                "gru", "sort", "topk", "grouped", "einsum", "linear", "scan", "fft", "cumsum")  # fmt: skip
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -54,9 +53,10 @@ def is_heavy(node: fx.Node) -> bool:
         return False
     if node.target._overloadpacket in flop_registry:
         return True
-    namespace, name = node.target._schema.name.split("::")
-    if namespace not in _KNOWN:
+    call = called(node.target)
+    if is_of_others(node.target) or (call is not None and call.spec.kept):
         return True
+    name = node.target._schema.name.split("::")[1]
     return any(part in name for part in _HEAVY_PARTS)
 
 

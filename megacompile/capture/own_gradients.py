@@ -337,7 +337,7 @@ def _(saved: Sequence[Tensor], grads: Sequence[Tensor], call: str) -> list[Tenso
     return [form.empty(grads[0].device) for form in _CALLS[call].gradient_forms]
 
 
-declare(OpSpec("opaque", backward=OpPass()))
+declare(OpSpec("opaque", backward=OpPass(), kept=True))
 
 
 @runtime_checkable
@@ -395,7 +395,7 @@ class _Number(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What all calls of a kind have in common: how results and context are made of tensors."""
+    """The common parts of all calls of a kind: how results and context are made of tensors."""
 
     results: tuple[Any, ...]
     several: bool
@@ -490,7 +490,7 @@ class _Call:
 
     @property
     def sources(self) -> list[tuple[str, int]]:
-        """What of the forward's arguments and results the backward is given."""
+        """The places of the forward's arguments and results that the backward is given."""
         found = dict.fromkeys(x.source for x in self.layout.kept if isinstance(x, _Kept))
         return [*found, *[("result", len(self._result_forms) - 1)] * self._has_numbers]
 
@@ -538,7 +538,7 @@ class _Call:
         return [form.made_up(seed, self._device) for form in self._forms]
 
     def _saved_example(self) -> list[Tensor]:
-        """What a backward is given: saved tensors and gradients."""
+        """Make up saved tensors and gradients, which a backward is given."""
         given = self._made_up()
         tensors = {"given": given, "result": self._run(given)[1]}
         results = [tensors["result"][self.layout.results[i].number] for i in self.graded]

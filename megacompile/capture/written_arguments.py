@@ -20,11 +20,16 @@ _KNOWN = {"aten", "prims", "megacompile"}
 _TENSORS = {"Tensor", "Optional[Tensor]"}
 
 
+def is_of_others(target: Any) -> bool:
+    """Return whether a node calls an operator that neither torch nor this package defines."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _KNOWN
+
+
 def return_writes(graph: fx.Graph) -> None:
     """Call the twins of operators of others that write into arguments."""
     for node in list(graph.nodes):
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN:
+        if not isinstance(target, torch._ops.OpOverload) or not is_of_others(target):
             continue
         if target._schema.is_mutable and (twin := _twin(target)) is not None:
             _call(graph, node, twin)

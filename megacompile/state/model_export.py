@@ -29,7 +29,7 @@ from megacompile.state.safetensors_io import checksum, open_shard, save_shard
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
-_BESIDE = (  # the weights: what a model's tokenizer and processor are read from
+_PROCESSOR_FILES = (  # of tokenizers too
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
     "*.tiktoken", "chat_template*", "*processor_config.json",
 )  # fmt: skip
@@ -169,7 +169,7 @@ def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) 
 def copy_processor(source: Path | None, folder: Path, *, known: Path) -> None:
     """Copy the files of a tokenizer and a processor to ``folder``, but for those that ``known`` has. They are
     not loaded, which may need torchvision."""
-    for file in (f for name in _BESIDE for f in source.glob(name)) if source is not None else ():
+    for file in (f for name in _PROCESSOR_FILES for f in source.glob(name)) if source is not None else ():
         if file.is_file() and not (known / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 

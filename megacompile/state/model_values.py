@@ -395,14 +395,12 @@ class ModelValues:
     """Reads and writes a model's parameters (FP32 masters) and persistent buffers.
 
     ``source`` gives the values of parameters on the meta device until a program takes the model over.
-    ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`. ``resumed`` reads
-    those of a checkpoint that is loaded when a program has taken the model over, by name and shape. ``mixes``
-    says that :meth:`mix` will change frozen values too.
+    ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`.
     """
 
     give_up: Callable[[], None]
-    resumed: Callable[[str, tuple[int, ...]], Tensor | None] | None = None
-    mixes = False
+    _resumed: Callable[[str, tuple[int, ...]], Tensor | None] | None = None
+    _mixes = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, source: Weights | None) -> None:
         self.model, self._optimizer = model, optimizer
@@ -438,7 +436,7 @@ class ModelValues:
         Within ``reading`` all updates of the state are over.
         """
         _move(self.model, state, homes, self._source)
-        self._source = self.resumed = None  # and with it what it may hold
+        self._source = self._resumed = None  # and with it what it may hold
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
@@ -524,8 +522,17 @@ class ModelValues:
         return [
             name
             for name, p in named
-            if (p.dtype == torch.bfloat16 or not self.mixes) and is_exact(self._own(name, p))
+            if (p.dtype == torch.bfloat16 or not self._mixes) and is_exact(self._own(name, p))
         ]
+
+    def resume_from(self, read: Callable[[str, tuple[int, ...]], Tensor | None]) -> None:
+        """Have the values of a checkpoint, by name and shape, until a program takes the model over and loads
+        it."""
+        self._resumed = read
+
+    def expect_mixing(self) -> None:
+        """Keep frozen values so that :meth:`mix` can change them."""
+        self._mixes = True
 
     def mix(self, others: ModelValues, share: float) -> None:
         """Add ``share`` of the values of another model, of the same parameters in the same order, to the rest
@@ -656,7 +663,7 @@ class ModelValues:
 
     def _own(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter's value that no program has."""
-        saved = self.resumed and self.resumed(name, stored_shape(parameter))
+        saved = self._resumed and self._resumed(name, stored_shape(parameter))
         if saved is not None:
             return saved
         if parameter.is_meta and self._source is not None:

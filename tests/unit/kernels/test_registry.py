@@ -53,7 +53,6 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
 
 
 EXCEPTIONS = {
-    "megacompile/blocks/costs.py": "what is worth keeping, by parts of names",
     "megacompile/capture/changed_buffers.py": "operators of buffers that change, declared there",
     "megacompile/capture/own_gradients.py": "functions with a gradient of their own",
     "megacompile/capture/repeated_layers.py": "the mark of an equal layer, declared there",
