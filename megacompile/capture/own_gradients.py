@@ -504,7 +504,7 @@ class _Call:
     def forward(self, given: Sequence[Tensor], keeps: bool) -> list[Tensor]:
         forms = self.result_forms(keeps)
         if isinstance(given[0], FakeTensor):
-            with unset_fake_temporarily():
+            with unset_fake_temporarily(), _draws_undone():
                 self._run(_uncounted(self._made_up))
             return [form.empty(given[0].device) for form in forms]
         layout, results = self._run([form.laid_out(x) for form, x in zip(self._forms, given, strict=True)])
@@ -517,7 +517,7 @@ class _Call:
 
     def backward(self, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(grads[0], FakeTensor):
-            with unset_fake_temporarily():
+            with unset_fake_temporarily(), _draws_undone():
                 self._gradients(_uncounted(self._saved_example))
             return [form.empty(grads[0].device) for form in self.gradient_forms]
         forms = {"given": self._forms, "result": self._result_forms}
