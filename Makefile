@@ -68,7 +68,7 @@ rehearsal: $(CUDA)/.ready
 	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim OMP_NUM_THREADS=1 $(CUDA)/bin/python -m tests.simulated.rehearsal
 
 gpu-carried: $(CUDA)/.ready
-	CUDASIM_TOTAL=85520809984 LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim $(CUDA)/bin/python -m benchmarks.gpu.carry
+	CUDASIM_TOTAL=85520809984 CUDASIM_POISON=0 LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim $(CUDA)/bin/python -m benchmarks.gpu.carry
 
 # The oldest torch that is supported runs there. The newest one, and on it `make test`, as where there is no GPU:
 NEWEST := .venv-newest
