@@ -334,7 +334,8 @@ class _Walk:
         updates = self.held.pop(op.donates[0])
         factors: list[Held] = []
         matrices = self._assembly.work.groups[op.group].matrices
-        for m, n in reversed(self._sides(op)):
+        for rows, columns in reversed(self._sides(op)):
+            m, n = min(rows, columns), max(rows, columns)
             matrix = updates.pop()
             for _ in range(2):
                 self._drop(self._new(_NUMBER))
@@ -345,6 +346,10 @@ class _Walk:
                 self._drop(matrix)
                 self._drop(polynomial)
                 matrix = product
+            if rows > columns:
+                turned = self._new(2 * m * n)
+                self._drop(matrix)
+                matrix = turned
             factors.insert(0, matrix)
         self.held[op.writes[0]] = factors
 

@@ -16,7 +16,7 @@ from megacompile.blocks.weight_groups import SQUARED, Slot
 from megacompile.runtime.device import Device
 from megacompile.schedule.op_table import PassingGrad, ResidentGrad, Token
 from megacompile.schedule.step import Step
-from megacompile.state.master_layout import own_part, slot_view
+from megacompile.state.master_layout import own_part, slot_view, sum_of_squares
 from megacompile.state.masters import HostState
 
 
@@ -87,6 +87,9 @@ class ResidentState:
 
     def norms(self, group: int, slots: Sequence[Slot]) -> Tensor:
         """2-norms of the gradients of some parameters of a group, FP32, on the device."""
+        if self.device.type == "cpu" and self.state.groups[group].dtype != torch.float32:
+            # the same bits as of gradients that wait on the host
+            return self.squares(group, slots).sqrt_().float()
         grad = self._gradients[group]
         return torch.stack(
             [torch.linalg.vector_norm(slot_view(grad, s), 2, dtype=torch.float32) for s in slots]
@@ -99,6 +102,9 @@ class ResidentState:
         found = torch.zeros(len(slots), dtype=torch.float64, device=self.device)
         for index, slot in enumerate(slots):
             _, own = own_part(layout, slot, rank)
+            if self.device.type == "cpu":
+                found[index] = sum_of_squares(self._gradients[group][own])
+                continue
             for piece in torch.split(self._gradients[group][own], SQUARED):
                 with self._counted():
                     wide = piece.double()

@@ -435,13 +435,19 @@ class StepRun:
         rank = self._held.world.ranks.shard
         grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
 
+        threads = self._device.adam_threads
+
         def measure() -> None:
             for slot in slots:
-                if shared:
-                    squares[slot.parameter.name] = sum_of_squares(grad[own_part(layout, slot, rank)[1]])
+                name = slot.parameter.name
+                if not shared and layout.dtype == torch.float32:  # the bits of clip_grad_norm_
+                    norms[name] = torch.linalg.vector_norm(slot_view(grad, slot), 2)
                     continue
-                view = slot_view(grad, slot)
-                norms[slot.parameter.name] = torch.linalg.vector_norm(view, 2, dtype=torch.float32)
+                total = sum_of_squares(grad[own_part(layout, slot, rank)[1]], threads)
+                if shared:
+                    squares[name] = total
+                else:
+                    norms[name] = torch.tensor(math.sqrt(total), dtype=torch.float32)
 
         self._device.submit("host", ("norm", group), after, measure)
 

@@ -107,8 +107,8 @@ Sides = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class MatrixUpdates:
-    """The updates of a group's matrices that the device makes orthogonal: their sides, the shorter one first,
-    and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
+    """The updates of a group's matrices that the device makes orthogonal: their rows and columns as they
+    lie, and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
     ``update_bytes`` that the host moves before it. Of several ranks, each of which has its own matrices, the
     ``sides`` are those of the one whose device they take most of, ``others`` those of the rest: bytes are the
     most of any, and work is the mean, as ranks take turns to have most of a group."""
@@ -135,13 +135,17 @@ class MatrixUpdates:
     def call(self) -> Call:
         """Work of the device, matrix after matrix, each in the place of its update.
 
-        Per iteration three products, and the terms that two of them are added to are copied.
+        Per iteration three products, and the terms that two of them are added to are copied. A matrix with
+        more rows than columns is turned at the end.
         """
-        owners, flops, moved = (self.sides, *self.others), 0, 0
-        for m, n in itertools.chain(*owners):
+        owners, flops, moved, turned = (self.sides, *self.others), 0, 0, 0
+        for rows, columns in itertools.chain(*owners):
+            m, n = min(rows, columns), max(rows, columns)
+            turned += rows > columns
+            moved += 4 * m * n if rows > columns else 0
             flops += self.iterations * (4 * m * m * n + 2 * m**3)
             moved += 6 * m * n + self.iterations * 4 * (m * n + m * m)
-        launches = sum(map(len, owners)) * (_NORMALISE + 5 * self.iterations)
+        launches = turned + sum(map(len, owners)) * (_NORMALISE + 5 * self.iterations)
         flops, moved, launches = (-(-work // len(owners)) for work in (flops, moved, launches))
         return Call((), (), max(map(_product_bytes, owners)), 0, flops, moved, launches=launches)
 
@@ -153,7 +157,7 @@ def _matrix_bytes(sides: Sides) -> int:
 def _product_bytes(sides: Sides) -> int:
     """Bytes beside matrices, of which each is replaced: at the last product another one and a square, or two
     squares."""
-    return max((2 * m * n + 2 * m * m for m, n in sides), default=0)
+    return max((2 * m * n + 2 * min(m, n) ** 2 for m, n in sides), default=0)
 
 
 _NORMALISE = 5  # launches: a norm over all elements in two, its square root, its lower limit, the division

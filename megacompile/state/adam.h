@@ -105,7 +105,7 @@ INLINE void join_range(int64_t n, const uint16_t *high, const int16_t *low, floa
     for (int64_t i = 0; i < n; i++) to[i] = as_float(join_halves(high[i], low[i]));
 }
 
-int mc_has_threads(void) {
+__attribute__((weak)) int mc_has_threads(void) { /* one of a library's files has it */
 #ifdef _OPENMP
     return 1;
 #else

@@ -33,7 +33,7 @@ from megacompile.cache_dir import cache_folder
 Kernel = Literal["fp32", "int8", "int4", "muon"]
 # What each kernel is built from, when it is first called for.
 SOURCES: dict[Kernel, tuple[str, ...]] = {
-    "fp32": ("adam.c", "copy.c", "embedding_rows.c"),
+    "fp32": ("adam.c", "copy.c", "embedding_rows.c", "squares.c"),
     "int8": ("adam_coded.c", "-DBITS=8"),
     "int4": ("adam_coded.c", "-DBITS=4"),
     "muon": ("muon.c",),

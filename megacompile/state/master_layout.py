@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megacompile.blocks.weight_groups import SQUARED, GroupLayout, Parameter, Slot
 from megacompile.distributed.world import World
+from megacompile.state.adam import backend, call_kernel
+
+_SUMMED = 1 << 16  # elements of a partial sum of squares
 
 # ------------------------------------------------------------------------------------------------------------
 # Buckets: the flat tensors in which parameters of a weight group, or gradients, lie one after another.
@@ -90,8 +93,13 @@ def _copy_rows(target: Tensor, source: Tensor, start: int) -> None:
         _copy_rows(target[count - rest :], source[last], 0)
 
 
-def sum_of_squares(flat: Tensor) -> float:
-    """In FP64, a piece at a time."""
+def sum_of_squares(flat: Tensor, threads: int | None = None) -> float:
+    """Sum the squares of a flat tensor on the host in FP64: the same bits on any number of threads."""
+    if backend() == "c" and flat.dtype in (torch.bfloat16, torch.float32):
+        sums = torch.empty(-(-flat.numel() // _SUMMED), dtype=torch.float64)
+        narrow, count = flat.dtype == torch.bfloat16, threads or torch.get_num_threads()
+        call_kernel("mc_squares", flat.numel(), flat, narrow, sums, _SUMMED, count)
+        return math.fsum(sums.tolist())
     return math.fsum(float(piece.double().square_().sum()) for piece in torch.split(flat, SQUARED))
 
 

@@ -1,12 +1,12 @@
 /* Muon on the host: the two passes around its iterations, over flat arrays. Built and called by muon.py.
  *
  * In:  a gradient in fp32 or bf16 and a momentum in fp32; weights as fp32, or as two 16-bit halves, and an
- *      orthogonal factor in bf16, which may lie transposed.
+ *      orthogonal factor in bf16.
  * Out: the momentum, and the update in bf16; the weights. Nothing is allocated.
  * Invariant: as in adam.c; the operations are those of torch.optim.Muon, lerp and fused multiply-add. */
 #include "adam.h"
 
-enum { BLOCK = 256, TILE = 64 };
+enum { BLOCK = 256 };
 
 /* To nearest, ties to even, as torch rounds. */
 INLINE uint16_t bf16_of(float x) {
@@ -81,30 +81,12 @@ static void step_range(const Step *job, int64_t begin, int64_t count, const uint
     }
 }
 
-/* Tiles of a factor that lies by columns are turned in the cache. */
-static void step_tiles(const Step *job, int64_t first, int64_t rows, int64_t all, int64_t columns,
-                       const uint16_t *factor) {
-    uint16_t tile[TILE][TILE];
-    for (int64_t j = 0; j < columns; j += TILE) {
-        const int64_t width = MIN(TILE, columns - j);
-        for (int64_t k = 0; k < width; k++)
-            for (int64_t i = 0; i < rows; i++) tile[i][k] = factor[(j + k) * all + first + i];
-        for (int64_t i = 0; i < rows; i++) step_range(job, (first + i) * columns + j, width, tile[i]);
-    }
-}
-
 /* `scalars`: what weights are multiplied by, and the factor before it is added. `low` is NULL where the
- * weight is whole. A factor that is `turned` lies column by column where the weight lies row by row. */
-void mc_muon_step(int64_t rows, int64_t columns, void *weight, int16_t *low, const uint16_t *factor,
-                  const double *scalars, int64_t turned, int64_t threads) {
+ * weight is whole. */
+void mc_muon_step(int64_t n, void *weight, int16_t *low, const uint16_t *factor, const double *scalars,
+                  int64_t threads) {
     const Step job = {weight, low, (float)scalars[0], (float)scalars[1]};
-    const int64_t n = rows * columns;
-    const int64_t unit = turned ? TILE : unit_size(n, threads), whole = turned ? rows : n;
-    const int64_t units = (whole + unit - 1) / unit;
+    const int64_t unit = unit_size(n, threads), units = (n + unit - 1) / unit;
 #pragma omp parallel for schedule(dynamic) num_threads((int)MAX(1, MIN(threads, units)))
-    for (int64_t u = 0; u < units; u++) {
-        const int64_t i = u * unit, count = MIN(unit, whole - i);
-        if (turned) step_tiles(&job, i, count, rows, columns, factor);
-        else step_range(&job, i, count, factor + i);
-    }
+    for (int64_t u = 0; u < units; u++) step_range(&job, u * unit, MIN(unit, n - u * unit), factor + u * unit);
 }

@@ -4,8 +4,8 @@ In:  a matrix's flat arrays: its gradient, its momentum, its masters; the settin
 Out: its update in bfloat16, the orthogonal factor of that, and the masters one step later.
 
 ``torch.optim.Muon`` rounds an update to bfloat16 before the iterations, which give bfloat16: so what goes to
-the device and comes back loses nothing. Factors are as the iterations leave them: of a matrix with more rows
-than columns, transposed.
+the device and comes back loses nothing. Factors come back in the order in which their matrix lies: the device
+turns those that the iterations leave transposed, which costs the host many times as much.
 
 Invariant: masters and momentum become bitwise what ``torch.optim.Muon`` makes of them on a device that
 multiplies as this one does.
@@ -14,6 +14,7 @@ multiplies as this one does.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.optim._muon import _adjust_lr
 from megacompile.state import adam
 
 CHUNK = 1 << 19  # elements that the host goes over at a time: 2 MB of each array, which stay in the cache
-_ROWS = 64  # of a matrix that a chunk is a multiple of: then torch's vectors end where they do in the whole
 MOMENTUM_BYTES = 10  # that the first pass moves per element, beside the gradient: momentum, and the update
 STEP_BYTES = 10  # and the last one: the factor, and masters
 
@@ -36,13 +36,7 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
 
 def scratch_bytes(shape: Sequence[int]) -> int:
     """Bytes that :func:`step` takes beside its arrays: a chunk's masters, and its factor, in FP32."""
-    rows, columns = sorted(shape)[::-1]
-    return 8 * max(min(_chunk(rows) * columns, rows * columns), min(_chunk(columns) * rows, rows * columns))
-
-
-def _chunk(columns: int) -> int:
-    """Rows of a chunk."""
-    return max(_ROWS, CHUNK // max(1, columns) // _ROWS * _ROWS)
+    return 8 * min(CHUNK, math.prod(shape))
 
 
 def updates_in(grad: Tensor) -> Tensor:
@@ -62,10 +56,11 @@ def add_momentum(
     """Let a flat momentum take a flat gradient times ``scale``, and leave the update in the gradient's place;
     ``buffer`` holds a chunk in FP32."""
     out, beta = updates_in(grad), settings["momentum"]
-    for start in range(0, grad.numel(), CHUNK):
-        piece = slice(start, start + CHUNK)
-        if adam.backend("muon") == "c":
-            narrow = grad.dtype == torch.bfloat16  # then it is read where it is written
+    by_kernel, narrow = adam.backend("muon") == "c", grad.dtype == torch.bfloat16
+    size = grad.numel() if by_kernel and narrow else CHUNK  # then it is read where it is written
+    for start in range(0, grad.numel(), max(1, size)):
+        piece = slice(start, start + size)
+        if by_kernel:
             made = out[piece] if narrow else updates_in(buffer[: grad[piece].numel()])
             scalars = (ctypes.c_double * 2)(scale, beta)
             arguments = grad[piece], momentum[piece], made, scalars, narrow, bool(settings["nesterov"])
@@ -84,15 +79,15 @@ def add_momentum(
 
 @torch.no_grad()
 def orthogonalize(update: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """Take a matrix out of the list, which alone holds it; its orthogonal factor, flat and transposed where
-    it has more rows than columns.
+    """Take a matrix out of the list, which alone holds it; its orthogonal factor, flat, as the matrix lay.
 
     The operators are those of torch's ``_zeropower_via_newtonschulz``, in their order; what they made is let
     go as soon as nothing reads it.
     """
     a, b, c = settings["ns_coefficients"]
     x = update.pop()
-    if x.size(0) > x.size(1):
+    by_columns, tall = x.stride(0) < x.stride(1), x.size(0) > x.size(1)
+    if tall:
         x = x.T
     x.div_(x.norm().clamp(min=settings["eps"]))
     for _ in range(settings["ns_steps"]):
@@ -101,7 +96,7 @@ def orthogonalize(update: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
         del gram
         x = torch.addmm(x, polynomial, x, beta=a)
         del polynomial
-    return x.contiguous().view(-1)
+    return (x.T if tall != by_columns else x).contiguous().view(-1)
 
 
 @torch.no_grad()
@@ -109,32 +104,27 @@ def step(
     masters: Sequence[Tensor],
     factor: Tensor,
     shape: tuple[int, int],
-    stride: Sequence[int],
     settings: Mapping[str, Any],
     buffer: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Let flat masters, in FP32 or as two halves, decay and go along a flat factor; ``buffer`` holds a chunk
-    in FP32."""
+    """Let flat masters of a matrix, in FP32 or as two halves, decay and go along a flat factor; ``buffer``
+    holds a chunk in FP32."""
     lr = float(settings["lr"])
     decay = 1 - lr * settings["weight_decay"]
     rate = -_adjust_lr(lr, settings["adjust_lr_fn"], torch.Size(shape))
-    rows, columns = shape
-    matrix = factor.view(columns, rows).T if rows > columns else factor.view(rows, columns)
-    if stride[0] < stride[1]:  # columns lie one after another
-        matrix, rows, columns = matrix.T, columns, rows
     if adam.backend("muon") == "c":
         low, scalars = masters[1] if len(masters) > 1 else None, (ctypes.c_double * 2)(decay, rate)
-        arguments = masters[0], low, factor, scalars, not matrix.is_contiguous()
         count = threads or torch.get_num_threads()
-        adam.call_kernel("mc_muon_step", rows, columns, *arguments, count, kernel="muon")
+        adam.call_kernel(
+            "mc_muon_step", factor.numel(), masters[0], low, factor, scalars, count, kernel="muon"
+        )
         return
-    for first in range(0, rows, _chunk(columns)):
-        part = matrix[first : first + _chunk(columns)]
-        pieces = [flat[first * columns :][: part.numel()] for flat in masters]
+    for start in range(0, factor.numel(), CHUNK):
+        part, *pieces = (flat[start : start + CHUNK] for flat in (factor, *masters))
         value = pieces[0]
         if len(pieces) > 1:
             value = adam.join(pieces[0], pieces[1], buffer[: part.numel()])
-        value.view(part.shape).mul_(decay).add_(part, alpha=rate)
+        value.mul_(decay).add_(part, alpha=rate)
         if len(pieces) > 1:
             adam.split(value, pieces[0], pieces[1])

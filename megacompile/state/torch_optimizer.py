@@ -207,7 +207,7 @@ class Foreign:
         ]
         if not any(of_ranks):
             return None
-        owners = [tuple((min(p.shape), max(p.shape)) for p in parameters) for parameters in of_ranks]
+        owners = [tuple(_as_it_lies(p) for p in parameters) for parameters in of_ranks]
         iterations = max(self._values[p.param_group]["ns_steps"] for own in of_ranks for p in own)
         mean = -(-sum(p.numel for own in of_ranks for p in own) // group.ranks)
         return MatrixUpdates.of(owners, iterations, (muon.MOMENTUM_BYTES + _gradient_bytes(group)) * mean)
@@ -575,12 +575,10 @@ class Foreign:
         threads: int | None,
     ) -> None:
         """Take the step of a matrix along its orthogonal update."""
-        parameter = slot.parameter
-        rows, columns = parameter.shape
-        buffer = self._buffer(0, muon.scratch_bytes(parameter.shape) // 8)
+        rows, columns = slot.parameter.shape
+        buffer = self._buffer(0, muon.scratch_bytes((rows, columns)) // 8)
         with _threads(threads):
-            shape = rows, columns
-            muon.step(masters, factor, shape, parameter.stride, settings.values, buffer, threads)
+            muon.step(masters, factor, (rows, columns), settings.values, buffer, threads)
 
     def _state(
         self, slot: Slot, piece: slice, views: Mapping[str, Tensor], numbers: Numbers
@@ -664,6 +662,12 @@ class Foreign:
                 )
             if new.data_ptr() != place.data_ptr() and (entry.like or last):
                 place.copy_(new)
+
+
+def _as_it_lies(matrix: Parameter) -> tuple[int, int]:
+    """Return how many rows of how many elements lie one after another."""
+    rows, columns = matrix.shape
+    return (columns, rows) if matrix.stride[0] < matrix.stride[1] else (rows, columns)
 
 
 def _gradient_bytes(group: GroupLayout) -> int:
