@@ -512,8 +512,8 @@ TILES: Tiles = {
 }
 HOPPER: Tiles = {
     "forward": _WIDE,
-    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
-    "kv": (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+    "q": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
+    "kv": (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
     "k": (None, None, Tile(32, 128, 8, 1), Tile(32, 128, 8, 2)),
     "v": (None, None, Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
 }

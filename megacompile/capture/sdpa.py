@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megacompile.capture.counter_rng import dropout
 from megacompile.errors import CaptureError
-from megacompile.kernels._triton import ceil_div, on_gpu, processors, runs_triton, wide
+from megacompile.kernels._triton import arch_of, ceil_div, on_gpu, processors, runs_triton, wide
 from megacompile.kernels.attention import (
     Rule,
     flash_attention_backward,
@@ -29,11 +29,11 @@ from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, decl
 # Which implementation of attention runs a call, torch's own behind one interface, the plain softmax.
 #
 # ``library`` is torch's flash attention (its own kernel on CPU, FlashAttention 2 on CUDA), ``triton`` our
-# kernel for windows, softcap, sinks, packed documents, and sequences so long that torch's would hold
-# gigabytes of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on CUDA (float32,
-# additive bias and its gradient), ``plain`` what :mod:`megacompile.capture.sdpa` writes out. The choice
-# depends on shapes, dtypes, device and constants alone, so that a recomputed forward and the backward make
-# the same one.
+# kernel for windows, softcap, sinks, packed documents, where it is faster, and for sequences so long that
+# torch's would hold gigabytes of sums, in 16-bit types, ``efficient`` torch's memory-efficient attention on
+# CUDA (float32, additive bias and its gradient), ``plain`` what :mod:`megacompile.capture.sdpa` writes out.
+# The choice depends on shapes, dtypes, device and constants alone, so that a recomputed forward and the
+# backward make the same one.
 #
 # On CUDA torch's cuDNN attention is not used: its backward sums in an order that changes from run to run, and
 # equal seeds must give equal bits. The other two are asked to be deterministic.
@@ -87,11 +87,17 @@ def choose(q: Tensor, k: Tensor, v: Tensor, has: Features) -> Path:
     sees_all = same_lengths or (not has.window and not has.causal)
     ours = not has.bias and sees_all and runs_triton(q) and supports(q, k, v)
     covers = _library_covers(q, masked=masked) if q.is_cuda else not (masked and ours)
-    if torchs and covers and not (ours and _sums_bytes(q) > _MOST_SUMS):
+    if torchs and covers and not (ours and (_is_faster(q) or _sums_bytes(q) > _MOST_SUMS)):
         return "library"
     if ours:
         return "triton"
     return "efficient" if torchs and _efficient_covers(q) else "plain"
+
+
+def _is_faster(q: Tensor) -> bool:
+    """Return whether our kernel was measured to be faster than torch's flash attention, whose backward is
+    asked for equal bits: on Hopper, heads 128 wide."""
+    return (arch_of(q), q.shape[-1]) == (90, 128)
 
 
 def _sums_bytes(q: Tensor) -> int:

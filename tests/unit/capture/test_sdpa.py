@@ -34,6 +34,7 @@ class OnCuda:
 @pytest.fixture(autouse=True)
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "processors", lambda device: 132)
+    monkeypatch.setattr(sdpa, "arch_of", lambda x: 90)
 
 
 def chosen(has: Features, *, dim: int = 64, keys: int = 32, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -228,7 +229,21 @@ def test_torch_memory_efficient_attention_is_called_as_it_is_declared(bias_grad:
 @pytest.mark.parametrize(
     ("heads", "length", "path"), [(32, 13_000, "library"), (32, 14_000, "triton"), (132, 14_000, "library")]
 )
-def test_a_long_sequence_takes_the_kernel_that_holds_no_sums(heads: int, length: int, path: str) -> None:
+def test_a_long_sequence_takes_the_kernel_that_holds_no_sums(
+    heads: int, length: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's deterministic backward holds dq in FP32 five times for 32 heads, once for 132."""
+    monkeypatch.setattr(sdpa, "arch_of", lambda x: 80)
     q: Any = OnCuda((1, heads, length, 128))
     assert sdpa.choose(q, q, q, PLAIN) == path
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "path"), [(90, 128, "triton"), (90, 64, "library"), (80, 128, "library")]
+)
+def test_our_kernel_runs_where_it_was_measured_to_be_faster(
+    arch: int, dim: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is missing: pip install triton")
+    monkeypatch.setattr(sdpa, "arch_of", lambda x: arch)
+    assert chosen(PLAIN, dim=dim) == path
