@@ -41,6 +41,7 @@ SOURCES: dict[Kernel, tuple[str, ...]] = {
 HERE = Path(__file__).parent
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fschedule-insns"
 TARGETS = ("-march=native -fopenmp", "-mcpu=native -fopenmp", "-march=native -fopenmp-simd", "")
+STEP_BYTES = 24  # that a step moves per element, beside the gradient: weights and both moments
 TILE = 1 << 19  # elements of the torch backend's tiles: 4 MB of scratch, which stays in cache
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {"lo": (torch.int16,)}
 DTYPES |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), (torch.float32,))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +17,14 @@ from megacompile.state.torch_optimizer import (
     GroupSettings,
     Numbers,
     Several,
+    decouples,
+    hyper_of,
     initial_state,
     members_of,
+    takes_our_steps,
 )
 
 DEFAULT_LR = 1e-5
-_UNSUPPORTED = ("amsgrad", "capturable", "differentiable")
 
 
 def adopt(
@@ -63,7 +63,7 @@ def adopt(
     owned = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         if takes_our_steps(optimizer):
-            _hyper(optimizer, group)
+            hyper_of(optimizer, group)
         if any(id(p) not in owned for p in group["params"]):
             raise MegacompileError(
                 "The optimizer holds a parameter that is not the model's: build it from model.parameters()."
@@ -73,14 +73,6 @@ def adopt(
     if not held:
         raise MegacompileError("The optimizer holds no trainable parameter of the model.")
     return optimizer
-
-
-def takes_our_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the host Adam takes an optimizer's steps: it is torch's Adam or AdamW, or a subclass
-    with the same step, and keeps no maximum of second moments."""
-    known = [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)]
-    ours = isinstance(optimizer, torch.optim.Adam) and inspect.unwrap(type(optimizer).step) in known
-    return ours and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
 def form_of(optimizer: torch.optim.Optimizer, form: StateFormat) -> Form:
@@ -161,7 +153,7 @@ def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
 
 def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the device's AdamW kernel takes the steps that this optimizer would."""
-    return all(_decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
+    return all(decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
         g.get("maximize") for g in optimizer.param_groups
     )
 
@@ -178,35 +170,4 @@ def hypers(optimizer: torch.optim.Optimizer, form: Form = "fp32") -> list[AdamHy
         each._opt_called = True  # type: ignore[attr-defined]
     if isinstance(form, Foreign):
         return form.settings()
-    return [_hyper(optimizer, group) for group in optimizer.param_groups]
-
-
-def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamHyper:
-    for option in _UNSUPPORTED:
-        if group.get(option):
-            raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
-    return AdamHyper(
-        lr=_number("lr", group["lr"]),
-        beta1=_number("first beta", group["betas"][0]),
-        beta2=_number("second beta", group["betas"][1]),
-        eps=_number("eps", group["eps"]),
-        weight_decay=_number("weight_decay", group["weight_decay"]),
-        decoupled=_decouples(optimizer, group),
-        maximize=bool(group.get("maximize", False)),
-    )
-
-
-def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether a group's weights decay beside Adam's update: as the group says, whatever the class
-    is."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-def _number(what: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise MegacompileError(f"The optimizer's {what} is {value!r}: it must be a finite number.")
-    return number
+    return [hyper_of(optimizer, group) for group in optimizer.param_groups]

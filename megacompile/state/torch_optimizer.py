@@ -7,7 +7,10 @@ A step is that of a clone: an object of the optimizer's class with its attribute
 parameter. It lives for that step alone. Tensors that it keeps lie in the group's arrays, numbers in the host
 state. Where each element is stepped alone, a clone has a chunk of a parameter, which stays in the cache.
 
-Invariant: parameters, state and settings become bitwise what the optimizer's own ``step`` makes of them.
+Adam and AdamW beside other optimizers take the host's own steps, as where they are the only one.
+
+Invariant: parameters, state and settings become bitwise what the optimizer's own ``step`` makes of them; of
+Adam and AdamW what torch's fused kernel does.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -68,6 +71,7 @@ _SIZES = (
     31,
 )  # of a small parameter: what it keeps tells by its sizes where they are from
 _SAMPLE = 1 << 18  # elements of a parameter whose temporaries stand for those of a larger one
+_NOT_OURS = ("amsgrad", "capturable", "differentiable")  # of Adam's options
 _OPTIONS = {
     "fused": "its kernel rounds the last elements of a tensor otherwise",
     "capturable": "no CUDA graph is captured",
@@ -118,6 +122,46 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
     return optimizer.optimizers if isinstance(optimizer, Several) else (optimizer,)
 
 
+def takes_our_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the host Adam takes an optimizer's steps: it is torch's Adam or AdamW, or a subclass
+    with the same step, and keeps no maximum of second moments."""
+    known = [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)]
+    ours = isinstance(optimizer, torch.optim.Adam) and inspect.unwrap(type(optimizer).step) in known
+    return ours and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def hyper_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> adam.AdamHyper:
+    """Return the hyper-parameters of a group of Adam's or AdamW's, for the step that counts as its first."""
+    for option in _NOT_OURS:
+        if group.get(option):
+            raise MegacompileError(f"The optimizer's option {option}=True is not supported.")
+    return adam.AdamHyper(
+        lr=_number("lr", group["lr"]),
+        beta1=_number("first beta", group["betas"][0]),
+        beta2=_number("second beta", group["betas"][1]),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        decoupled=decouples(optimizer, group),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def decouples(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a group's weights decay beside Adam's update: as the group says, whatever the class
+    is."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise MegacompileError(f"The optimizer's {what} is {value!r}: it must be a finite number.")
+    return number
+
+
 @dataclass(frozen=True)
 class GroupSettings:
     """One param group's settings for a step, and those that the step changes."""
@@ -166,6 +210,7 @@ class Foreign:
         self._attributes = {id(m): _attributes(m) for m in members_of(optimizer)}
         self.elementwise = tuple(name_of(type(m)) in ELEMENTWISE for m in self._members)
         self._orthogonal = tuple(muon.is_muon(m) for m in self._members)
+        self._by_adam = tuple(takes_our_steps(m) for m in self._members)
         self._values = [self._trains(i, _settings(g)) for i, g in enumerate(optimizer.param_groups)]
         self._initial = [
             initial_state(m, group) for m, group in zip(self._members, optimizer.param_groups, strict=True)
@@ -174,7 +219,10 @@ class Foreign:
         self._works: dict[tuple[int, tuple[int, ...]], Work] = {}
         self._buffers = [torch.empty(0), torch.empty(0)]
         for index, group in enumerate(optimizer.param_groups):
-            _check_options(self._members[index], self._values[index])
+            if self._by_adam[index]:
+                hyper_of(self._members[index], group)
+            else:
+                _check_options(self._members[index], self._values[index])
             shapes = sorted(
                 {(CHUNK,) if self.elementwise[index] else tuple(p.shape) for p in group["params"]}
             )
@@ -397,6 +445,9 @@ class Foreign:
             if self._orthogonal[slot.parameter.param_group]:
                 moved += (muon.MOMENTUM_BYTES + gradient + muon.STEP_BYTES) * elements
                 continue
+            if self._by_adam[slot.parameter.param_group]:
+                moved += (adam.STEP_BYTES + gradient) * elements
+                continue
             work = self._work_of(slot.parameter, elements)
             moved += (4 + gradient + (16 if halves else 0)) * elements + work.moved
             flops += work.flops
@@ -412,6 +463,8 @@ class Foreign:
         key = index, shape
         if self._orthogonal[index]:
             return Work(muon.scratch_bytes(shape), 0, 0)
+        if self._by_adam[index]:
+            return Work(0, 0, 0)
         if key not in self._works:
             by = max(1.0, math.prod(shape) / _SAMPLE) ** (1 / max(1, len(shape)))
             sample = shape if self.elementwise[index] else tuple(math.ceil(n / by) for n in shape)
@@ -555,6 +608,10 @@ class Foreign:
                 assert grad is not None, "Muon has no other method"
                 self._go_along(slot, masters, muon.updates_in(grad[part]), settings[owner], threads)
                 continue
+            if self._by_adam[owner] and grad is not None:
+                self._step_by_adam(owner, masters, grad[part], views, settings[owner], steps[index], threads)
+                numbers[index] = {}
+                continue
             alone, after = self.elementwise[owner], {}
             with _threads(threads if alone else None):
                 for start in range(0, max(1, numel), CHUNK if alone else max(1, numel)):
@@ -565,6 +622,20 @@ class Foreign:
                     after = self._call(method, slot, halves, gradient, settings[owner], state)
                     self._keep(slot, piece, views, after, last=piece.stop == numel)
             numbers[index] = {name: v for name, v in after.items() if not isinstance(v, Tensor)}
+
+    def _step_by_adam(
+        self, owner: int, masters: Sequence[Tensor], grad: Tensor, views: Mapping[str, Tensor],
+        settings: GroupSettings, steps: int, threads: int | None,
+    ) -> None:  # fmt: skip
+        """Take a step of Adam or AdamW by the host's kernel, as where it is the only optimizer."""
+        first, second = (views[PREFIX + name] for name in ("exp_avg", "exp_avg_sq"))
+        if steps == 0:
+            first.zero_(), second.zero_()
+        hyper = hyper_of(self._members[owner], settings.values)
+        hyper = replace(hyper, step=steps + 1, grad_scale=settings.grad_scale)
+        master = masters[0] if len(masters) == 1 else (masters[0], masters[1])
+        adam.adamw_step(master, first, second, grad, hyper, threads)
+        views[f"{PREFIX}step"].fill_(steps + 1)
 
     def _go_along(
         self,

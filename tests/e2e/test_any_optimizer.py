@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import mmap
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
 from megacompile.state import host_budget, torch_optimizer
 from tests.support.models import Plain, batch_for, build
+from tests.support.reference import HostAdamW
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -90,10 +92,15 @@ class Pair:
     """A program, and the plain loop that it is to equal."""
 
     def __init__(
-        self, make: Make, model: nn.Module, groups: Callable[[nn.Module], Any] = groups_of, **options: Any
+        self,
+        make: Make,
+        model: nn.Module,
+        groups: Callable[[nn.Module], Any] = groups_of,
+        plain: Make | None = None,
+        **options: Any,
     ) -> None:
         self.eager, self.options, self.groups, self.make = copy.deepcopy(model), options, groups, make
-        self.plain = make(groups(self.eager))
+        self.plain = (plain or make)(groups(self.eager))
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.plain, 0.8)
         self.compile(model)
 
@@ -383,11 +390,11 @@ def test_an_update_is_priced_by_what_its_step_does(shape: tuple[int, int]) -> No
     assert moved == pytest.approx(numel * (22 + 12 + 12 + 6 + 2 + 4 + 8 + 10), rel=0.01)
 
 
-def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+def muon_beside_adamw(model: nn.Module, adamw: Callable[..., Any]) -> list[torch.optim.Optimizer]:
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.dim() == 2 and "layers" in n]
     others = [p for n, p in named if p.dim() != 2 or "layers" not in n]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
+    return [torch.optim.Muon(matrices, lr=0.02), adamw(others, lr=1e-2)]
 
 
 def host_bytes(program: megacompile.Program) -> int:
@@ -454,7 +461,8 @@ def test_a_host_budget_is_kept_to_the_byte_and_state_beyond_it_is_on_nvme(make: 
 def test_a_list_of_optimizers_trains_bitwise_as_each_of_them_does() -> None:
     model = build("llama", layers=1)
     eager = copy.deepcopy(model)
-    plain, ours = muon_beside_adamw(eager), muon_beside_adamw(model)
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    plain, ours = muon_beside_adamw(eager, HostAdamW), muon_beside_adamw(model, fused)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (*plain, *ours)]
     program = megacompile.compile(
         model, "1GB", optimizer=ours, compute_dtype=torch.float32, max_grad_norm=0.5

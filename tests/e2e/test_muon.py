@@ -15,6 +15,7 @@ from megacompile.runtime.step_results import NonFiniteError
 from megacompile.state import muon
 from megacompile.state.torch_optimizer import Several
 from tests.e2e.test_any_optimizer import Pair
+from tests.support.reference import HostAdamW
 
 
 class Shapes(nn.Module):
@@ -46,8 +47,14 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return Several([torch.optim.Muon(groups[:2], lr=0.02), torch.optim.AdamW(groups[2:])])
+def make(
+    groups: list[dict[str, Any]], adamw: type[torch.optim.AdamW] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    return Several([torch.optim.Muon(groups[:2], lr=0.02), adamw(groups[2:])])
+
+
+def plain(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return make(groups, HostAdamW)
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -74,7 +81,7 @@ def test_trains_bitwise_as_torch_does_and_resumes(
     options: dict[str, Any] = {"groups": groups_of, "example_batch": batch(0), **CASES[name]}
     if "host_budget" in options:
         options["offload_dir"] = tmp_path
-    pair = Pair(make, Shapes(), **options)
+    pair = Pair(make, Shapes(), plain=plain, **options)
     kinds = [op.kind for op in pair.program._session.scheduled().planned.step.ops]
     assert kinds.count("momentum") == kinds.count("orthogonalize") == kinds.count("free_update") > 5
     if "host_budget" in options:
@@ -100,7 +107,14 @@ def test_a_step_that_is_left_out_changes_nothing(clipped: bool) -> None:
     """Momentum too, which an update changes first."""
     torch.manual_seed(0)
     limit = {"max_grad_norm": 0.5 if clipped else None}
-    pair = Pair(make, Shapes(), groups=groups_of, **limit, **({"on_nonfinite": "skip"} if clipped else {}))
+    pair = Pair(
+        make,
+        Shapes(),
+        plain=plain,
+        groups=groups_of,
+        **limit,
+        **({"on_nonfinite": "skip"} if clipped else {}),
+    )
     pair.step(batch(0))
     bad = {"x": torch.full((8, 24), float("nan"))}
     if clipped:
@@ -129,13 +143,13 @@ def test_a_mixture_of_experts_trains_bitwise_as_plain_transformers() -> None:
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **heads, **experts))
     eager = copy.deepcopy(model)
 
-    def split(model: nn.Module) -> Several:
+    def split(model: nn.Module, adamw: type[torch.optim.AdamW] = torch.optim.AdamW) -> Several:
         named = dict(model.named_parameters())
         inner = [n for n, p in named.items() if p.dim() == 2 and ".layers." in n]
         rest = [p for n, p in named.items() if n not in inner]
-        return Several([torch.optim.Muon([named[n] for n in inner], lr=0.02), torch.optim.AdamW(rest)])
+        return Several([torch.optim.Muon([named[n] for n in inner], lr=0.02), adamw(rest)])
 
-    plain = split(eager)
+    plain = split(eager, HostAdamW)
     options: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": torch.float32}
     program = megacompile.compile(model, "1GB", optimizer=split(model), **options)
     for seed in range(2):

@@ -18,6 +18,7 @@ from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
 from megacompile.state.adam import adamw_step
 from megacompile.state.optimizer import hypers
+from megacompile.state.torch_optimizer import hyper_of
 from tests.support.draws import OurDraws
 
 
@@ -125,6 +126,25 @@ class EagerTrainer:
                 parameter.data.copy_(flat.view_as(parameter))
         self.model.zero_grad(set_to_none=True)
         self.steps += 1
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW for a plain loop, with the bits of torch's fused kernel, as the host takes its steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "first": torch.zeros(p.numel()), "second": torch.zeros(p.numel())}
+                state["step"] += 1
+                flat = p.detach().reshape(-1).clone()
+                hyper = replace(hyper_of(self, group), step=state["step"])
+                adamw_step(flat, state["first"], state["second"], p.grad.reshape(-1).contiguous(), hyper)
+                p.copy_(flat.view_as(p))
 
 
 def assert_equal(program: Program, trainer: EagerTrainer) -> None:
