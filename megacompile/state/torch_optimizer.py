@@ -219,10 +219,7 @@ class Foreign:
         self._works: dict[tuple[int, tuple[int, ...]], Work] = {}
         self._buffers = [torch.empty(0), torch.empty(0)]
         for index, group in enumerate(optimizer.param_groups):
-            if self._by_adam[index]:
-                hyper_of(self._members[index], group)
-            else:
-                _check_options(self._members[index], self._values[index])
+            self._check_options(index, self._values[index])
             shapes = sorted(
                 {(CHUNK,) if self.elementwise[index] else tuple(p.shape) for p in group["params"]}
             )
@@ -270,12 +267,24 @@ class Foreign:
         """Return each param group's settings as they are now; refuse what needs state that is not there."""
         now = [_settings(group) for group in self.optimizer.param_groups]
         for index, (values, before) in enumerate(zip(now, self._values, strict=True)):
-            _check_options(self._members[index], values)
+            self._check_options(index, values)
             if any(_kind(values.get(k)) != _kind(before.get(k)) for k in values.keys() | before.keys()):
                 self._check_state(index, values)
         self._values = now
         written = [self._written(i, v) if self._writes[i] else {} for i, v in enumerate(now)]
         return [GroupSettings(values, new) for values, new in zip(now, written, strict=True)]
+
+    def _check_options(self, index: int, values: Mapping[str, Any]) -> None:
+        """Refuse options that name code which does not run on the host."""
+        if self._by_adam[index]:
+            hyper_of(self._members[index], values)
+            return
+        for option, why in _OPTIONS.items():
+            if values.get(option):
+                raise MegacompileError(
+                    f"{name_of(type(self._members[index]))}({option}=True) is not supported, as {why}: leave "
+                    "the option out."
+                )
 
     def advance(self, settings: Sequence[GroupSettings]) -> None:
         """Let the param groups have what a step by these settings writes to them."""
@@ -795,15 +804,6 @@ def initial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
                     "fresh one."
                 )
     return initial
-
-
-def _check_options(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Refuse options that name code which does not run on the host."""
-    for option, why in _OPTIONS.items():
-        if values.get(option):
-            raise MegacompileError(
-                f"{name_of(type(optimizer))}({option}=True) is not supported, as {why}: leave the option out."
-            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
