@@ -16,6 +16,7 @@ from torch import nn
 
 from megacompile.api.pipeline import Compiled, Frontend
 from megacompile.capture.batch import read_batch
+from megacompile.kernels._triton import Gpu
 
 VOCABULARY = 16000
 
@@ -53,7 +54,7 @@ def main() -> None:
         for kernels in (True, False):
             for inductor in (None, torch.device("cuda", 0)):
                 begun = time.process_time()
-                frontend = Frontend(model, torch.bfloat16, kernels=kernels, inductor=inductor, processors=132)
+                frontend = Frontend(model, torch.bfloat16, kernels=kernels, inductor=inductor, gpu=Gpu(132))
                 batch = read_batch({"input_ids": ids, "labels": ids}, model)
                 moved, launches = _totals(next(frontend.tilings(batch, evaluate=False)).build())
                 seconds = time.process_time() - begun

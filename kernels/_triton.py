@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,10 +162,17 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses}
 
 
+class Gpu(NamedTuple):
+    """A GPU that other tensors stand for: its multiprocessors and its chip (90: compute capability 9.0)."""
+
+    processors: int
+    arch: int = 80
+
+
 @dataclass(frozen=True)
 class Recording:
-    """The launches of a dry run, and what it is for: the chip (90: compute capability 9.0), and how many
-    multiprocessors the GPU has that CPU tensors stand for, None where they stand for themselves."""
+    """The launches of a dry run, and what it is for: the chip, and the multiprocessors of the GPU that CPU
+    tensors stand for, None where they stand for themselves."""
 
     launches: list[Launch]
     arch: int
@@ -177,21 +184,25 @@ _recording: Recording | None = None
 
 
 @contextlib.contextmanager
-def recording(
-    arch: int = 80, processors: int | None = None, chip_processors: int = 4
-) -> Iterator[list[Launch]]:
+def recording(arch: int = 80, gpu: Gpu | None = None, chip_processors: int = 4) -> Iterator[list[Launch]]:
     """Within, ``launch`` appends to the yielded list and runs nothing: meta tensors will do.
 
     ``chip_processors`` are the multiprocessors of the chip, on which grids of persistent kernels depend.
-    With ``processors``, operators on any tensors allocate as on a GPU with so many multiprocessors, and
-    nothing is appended, which would keep their tensors alive.
+    With ``gpu``, operators on any tensors choose their kernels and allocate as on that GPU, and nothing is
+    appended, which would keep their tensors alive.
     """
     global _recording
-    outer, _recording = _recording, Recording([], arch, processors, chip_processors)
+    made = Recording([], gpu.arch, gpu.processors, 4) if gpu else Recording([], arch, None, chip_processors)
+    outer, _recording = _recording, made
     try:
         yield _recording.launches
     finally:
         _recording = outer
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return what a device is to plans; None for a CPU."""
+    return Gpu(_device_processors(device), _device_arch(device)) if device.type == "cuda" else None
 
 
 @functools.cache

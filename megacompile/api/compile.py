@@ -26,6 +26,7 @@ from megacompile.capture.quantized_weights import is_coded, rounds_inputs, settl
 from megacompile.distributed.ranks import find_ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.kernels._triton import gpu_of
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.search import SEARCH, Planner, chosen_planner
 from megacompile.runtime.backends import Backend, open_backend
@@ -312,7 +313,7 @@ def compile(
             form=settings.optimizer_state,
             gathers=not settings.offload_dirs and world.size == 1,
             inductor=backend.device if inductor else None,
-            processors=backend.machine.processors if backend.machine else None,
+            gpu=gpu_of(backend.device),
             distributed=world.size > 1,
         )
         compiler = _compiler(frontend, adopted, backend, settings, dump, chosen_planner(planner, plan))

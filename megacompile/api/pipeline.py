@@ -36,6 +36,7 @@ from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
 from megacompile.hardware.caching_allocator import step_requests
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
 from megacompile.hardware.simulate import Measured
+from megacompile.kernels._triton import Gpu
 from megacompile.planner.bounds import values_bytes
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.nvme_placement import Tiers
@@ -104,9 +105,9 @@ class Frontend:
     """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
 
     ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
-    where the host can look rows up; ``distributed``, that several ranks train. ``processors`` are the
-    multiprocessors of the GPU whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate``
-    are the stages of these names, or what remembers their results.
+    where the host can look rows up; ``distributed``, that several ranks train. ``gpu`` is the one
+    whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate`` are the stages of these
+    names, or what remembers their results.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Frontend:
         form: Form = "fp32",
         gathers: bool = True,
         inductor: torch.device | None = None,
-        processors: int | None = None,
+        gpu: Gpu | None = None,
         distributed: bool = False,
         capture: Callable[..., Captured] = capture,
         differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
@@ -135,7 +136,7 @@ class Frontend:
         self._kernels = read_switches(kernels)
         self._form: Form = form
         self._gathers = gathers
-        self._inductor, self._processors = inductor, processors
+        self._inductor, self._gpu = inductor, gpu
         self._distributed = distributed
         self._capture, self._differentiated_by = capture, differentiate
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
@@ -360,7 +361,7 @@ class Frontend:
         key = (template.digest, template.name, chunk)
         if key not in self._differentiated:
             self._differentiated[key] = self._differentiated_by(
-                template, mode, self._inductor, self._processors, chunk
+                template, mode, self._inductor, self._gpu, chunk
             )
         return replace(self._differentiated[key], index=template.index)
 

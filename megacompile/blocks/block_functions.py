@@ -28,7 +28,7 @@ from megacompile.blocks.costs import (
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.graph.captured import is_view, storage_nbytes, view_base
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.registry import called
 
 # ------------------------------------------------------------------------------------------------------------
@@ -152,11 +152,11 @@ def block_function(
     owned: set[fx.Node],
     mode: FakeTensorMode,
     share: float,
-    processors: int | None,
+    gpu: Gpu | None,
     loops: tuple[int, int] | None = None,
 ) -> BlockFunction:
     """Print and measure a graph. ``owned`` are the arguments that the function may overwrite, ``share`` is
-    the part of its rows that a grouped product computes, ``processors`` are those of the GPU that it is for,
+    the part of its rows that a grouped product computes, ``gpu`` is the one that it is for,
     ``loops`` the positions of its sequence and those of a chunk, where it is to run chunk by chunk.
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
@@ -164,7 +164,7 @@ def block_function(
     work = sum(flops(n, share) for n in counted)
     attention = [attention_flops(n) for n in counted]
     experts = [grouped(n, share) for n in counted]
-    with recording(processors=processors):  # which kernels run depends on the GPU
+    with recording(gpu=gpu):  # which kernels run depends on the GPU
         asked, traffic = sum(map(launches, counted)), sum(map(moved, counted))
         kernels = kernel_calls(graph)
     doc = f"{_signature(inputs)} -> {_signature(r for r, _ in results)}"
@@ -173,7 +173,7 @@ def block_function(
     if source is None:
         reuse(graph, owned)
         source = function_source(graph, name, doc)
-    peak, end, requests = _held(source, name, graph, inputs, mode, processors, looped)
+    peak, end, requests = _held(source, name, graph, inputs, mode, gpu, looped)
     return BlockFunction(
         name=name,
         source=source,
@@ -199,15 +199,15 @@ def _held(
     graph: fx.Graph,
     inputs: Sequence[Ref],
     mode: FakeTensorMode,
-    processors: int | None,
+    gpu: Gpu | None,
     looped: bool,
 ) -> tuple[int, int, Asked | None]:
     """Bytes of a printed function at most and at its end, and what it asks of a GPU's allocator."""
-    held = held_bytes(graph, inputs, mode) if processors is None and not looped else None
+    held = held_bytes(graph, inputs, mode) if gpu is None and not looped else None
     if held is not None:
         return *held, None
     cpu = torch.device("cpu")
-    taken = _measure(load_functions(source, cpu)[name], _examples(graph), inputs, mode, cpu, processors)
+    taken = _measure(load_functions(source, cpu)[name], _examples(graph), inputs, mode, cpu, gpu)
     return taken.peak_bytes, taken.end_bytes, taken.asked
 
 
@@ -216,7 +216,7 @@ def fused(
     graph: fx.Graph,
     mode: FakeTensorMode,
     device: torch.device,
-    processors: int | None,
+    gpu: Gpu | None,
 ) -> BlockFunction:
     """The same function by Inductor, with its own workspace and traffic; the plain one where its results
     would lie in memory in another way, or where the order of sums would be left to chance."""
@@ -225,12 +225,12 @@ def fused(
     if source is None:
         return function
     cpu, by_kernels = torch.device("cpu"), list[int]()
-    expected = _measure(function.load(cpu), examples, function.inputs, mode, cpu, processors)
-    taken = _measure(inductor.dry(source, by_kernels), examples, function.inputs, mode, device, processors)
+    expected = _measure(function.load(cpu), examples, function.inputs, mode, cpu, gpu)
+    taken = _measure(inductor.dry(source, by_kernels), examples, function.inputs, mode, device, gpu)
     if (taken.forms, taken.end_bytes) != (expected.forms, expected.end_bytes):
         return function
     by_ours = sum(moved(n) for n in graph.nodes if is_ours(n))
-    with recording(processors=processors):
+    with recording(gpu=gpu):
         others = sum(launches(n) for n in graph.nodes if is_heavy(n) or is_ours(n))
     return replace(
         function,
@@ -268,11 +268,11 @@ def _measure(
     inputs: Sequence[Ref],
     mode: FakeTensorMode,
     device: torch.device,
-    processors: int | None,
+    gpu: Gpu | None,
 ) -> _Taken:
     """Measure the bytes that a function takes, by a run on fake tensors."""
-    meter = StorageMeter(processors=processors)
-    with mode, torch.no_grad(), recording(processors=processors):  # our kernels are not launched
+    meter = StorageMeter(gpu=gpu)
+    with mode, torch.no_grad(), recording(gpu=gpu):  # our kernels are not launched
         kept, arguments = [], []
         for value, (kind, _) in zip(examples, inputs, strict=True):
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
@@ -290,7 +290,7 @@ def _measure(
         places: dict[int, int] = {}
         forms = tuple(_form(r, places) for r in results)
         asked = None
-        if processors is not None:
+        if gpu is not None:
             given = tuple((meter.number(r), r.nbytes) for r in results)
             asked = Asked(tuple(meter.requests[begin:]), given)
         del results

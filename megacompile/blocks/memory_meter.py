@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from megacompile.capture.sdpa import ALIGNED, is_aligned
 from megacompile.errors import BudgetExceededError
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Gpu, recording
 
 # ------------------------------------------------------------------------------------------------------------
 # Memory that torch's CUDA kernels take beside their results, which a run on fake CPU tensors does not show.
@@ -231,7 +231,7 @@ def is_oversized(node: fx.Node) -> bool:
 Requests = list[tuple[int, int]]
 """What an allocator is asked for: (number of a storage, its bytes, or 0 where it is given back)."""
 _SEEN: dict[Any, tuple[int, Requests, Requests, int]] = {}
-"""By operator, multiprocessors and the form of its arguments: the most bytes that a call took; (number,
+"""By operator, GPU and the form of its arguments: the most bytes that a call took; (number,
 bytes) of each result; its requests; how many numbers they take. Numbers count from those before the call."""
 
 
@@ -248,17 +248,16 @@ class StorageMeter(TorchDispatchMode):
 
     A storage is counted once, however many views show it, from the operator that returns it until the
     last reference is gone, even where that happens after the meter was left. ``limit`` in bytes stops
-    the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``processors``: count what the
-    kernels of a GPU with so many multiprocessors take beside, and keep in ``requests`` what its allocator is
-    asked for, in order.
+    the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``gpu``: count what the
+    kernels of that GPU take beside, and keep in ``requests`` what its allocator is asked for, in order.
     """
 
-    def __init__(self, limit: int | None = None, processors: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, gpu: Gpu | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.limit = limit
         self.requests: Requests = []
-        self._processors = processors
+        self._gpu = gpu
         self._count = 0
         self._live = 0
         self._known: dict[int, tuple[int, _Watch]] = {}
@@ -288,7 +287,7 @@ class StorageMeter(TorchDispatchMode):
         return self._known[tensor.untyped_storage()._cdata][1].number
 
     def _ask(self, number: int, nbytes: int) -> None:
-        if self._processors is not None:
+        if self._gpu is not None:
             self.requests.append((number, nbytes))
 
     def __torch_dispatch__(
@@ -300,8 +299,8 @@ class StorageMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for i, item in enumerate(tensors_of(out)):
             self.track(item, _at_least(func, i, args))
-        if self._processors is not None:
-            self._take_beside(scratch(func, args, kwargs or {}, self._processors))
+        if self._gpu is not None:
+            self._take_beside(scratch(func, args, kwargs or {}, self._gpu.processors))
         return out
 
     def _take_beside(self, nbytes: int) -> None:
@@ -321,7 +320,7 @@ class StorageMeter(TorchDispatchMode):
         returns = bool(func._schema.returns)
         fresh = not (returns and func._schema.is_mutable)  # what it returns, if anything, is its own
         fake = fresh and any(isinstance(t, FakeTensor) for t in tensors_of(args))
-        key = (func, self._processors, _form(args), _form(kwargs)) if fake else None
+        key = (func, self._gpu, _form(args), _form(kwargs)) if fake else None
         before, highest, first, begin = self.live, self.peak, self._count, len(self.requests)
         if key in _SEEN:
             taken, standing, requests, numbers = _SEEN[key]

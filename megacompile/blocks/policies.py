@@ -30,6 +30,7 @@ from megacompile.blocks.joint_graph import (
 from megacompile.blocks.partition import Template
 from megacompile.capture.changed_buffers import SNAPSHOT
 from megacompile.graph.captured import WRITE, storage_nbytes, view_base
+from megacompile.kernels._triton import Gpu
 
 # ------------------------------------------------------------------------------------------------------------
 # The numerical check of loops: a template's functions over chunks beside the whole ones, on random numbers.
@@ -210,7 +211,7 @@ def differentiate(
     template: Template,
     mode: FakeTensorMode,
     inductor: torch.device | None = None,
-    processors: int | None = None,
+    gpu: Gpu | None = None,
     chunk: int = 0,
     *,
     check: bool = True,
@@ -218,16 +219,16 @@ def differentiate(
     """Trace a template's forward and backward jointly and cut it at several saved sets.
 
     ``inductor`` names the device for which Inductor compiles the functions; None leaves them plain.
-    ``processors`` are the multiprocessors of the GPU whose memory is planned, None: the CPU's is.
+    ``gpu`` is the one whose memory is planned, None: the CPU's is.
     ``chunk`` > 0: what acts on each position of a sequence alone runs over chunks of so many positions, if it
     computes the same on random numbers, which ``check`` makes sure of.
     """
     length = length_of(template)
     if chunk and length is not None and length > chunk and not template.writes:
-        return _in_chunks(template, mode, processors, (length, chunk), check)
+        return _in_chunks(template, mode, gpu, (length, chunk), check)
     if inductor is None:
-        return _cut(template, mode, processors)
-    cutter = _Cutter(template, joint_of(template, mode), mode, processors)
+        return _cut(template, mode, gpu)
+    cutter = _Cutter(template, joint_of(template, mode), mode, gpu)
     return cutter.with_inductor(cutter.run(), inductor)
 
 
@@ -235,18 +236,18 @@ _CUT: WeakKeyDictionary[Template, dict[Any, DifferentiatedTemplate]] = WeakKeyDi
 
 
 def _cut(
-    template: Template, mode: FakeTensorMode, processors: int | None, loops: tuple[int, int] | None = None
+    template: Template, mode: FakeTensorMode, gpu: Gpu | None, loops: tuple[int, int] | None = None
 ) -> DifferentiatedTemplate:
     """A template's functions, made once while it lives: chunks of two lengths may come to the same."""
-    made, key = _CUT.setdefault(template, {}), (processors, loops)
+    made, key = _CUT.setdefault(template, {}), (gpu, loops)
     if key not in made:
         joint = joint_of(template, mode)
-        made[key] = _Cutter(template, joint, mode, processors, loops=loops, lean=bool(loops)).run()
+        made[key] = _Cutter(template, joint, mode, gpu, loops=loops, lean=bool(loops)).run()
     return made[key]
 
 
 def _in_chunks(
-    template: Template, mode: FakeTensorMode, processors: int | None, loops: tuple[int, int], check: bool
+    template: Template, mode: FakeTensorMode, gpu: Gpu | None, loops: tuple[int, int], check: bool
 ) -> DifferentiatedTemplate:
     """With loops over chunks, unless there are none or they compute something else."""
     pairs, reason = two_lengths(template, mode, _SHORT)
@@ -254,7 +255,7 @@ def _in_chunks(
         (_, joint), (short, short_joint) = pairs
         loops = loops[0], fitting_chunk(joint, loops[1])
         try:
-            found = _cut(template, mode, processors, loops)
+            found = _cut(template, mode, gpu, loops)
             if not any(f.looped for f in found.functions()):
                 reason = NO_PRODUCT
             elif check:
@@ -263,7 +264,7 @@ def _in_chunks(
             reason = f"its loops fail: {str(error).strip().splitlines()[0]}"
     if reason is None:
         return replace(found, loops=loops)
-    return replace(_cut(template, mode, processors), not_looped=reason)
+    return replace(_cut(template, mode, gpu), not_looped=reason)
 
 
 def _wrong(short: Template, joint: Joint, mode: FakeTensorMode) -> str | None:
@@ -281,14 +282,14 @@ class _Cutter:
         template: Template,
         joint: Joint,
         mode: FakeTensorMode,
-        processors: int | None,
+        gpu: Gpu | None,
         *,
         loops: tuple[int, int] | None = None,
         lean: bool = False,
     ) -> None:
         self.template = template
         self.mode = mode
-        self.processors = processors
+        self.gpu = gpu
         self.joint = joint
         self.loops = loops
         self.lean = lean
@@ -341,8 +342,7 @@ class _Cutter:
             return plain
         backwards = {o.backward.name for o in plain.policies.values() if o.backward is not None}
         found = {
-            f.name: fused(f, self._graph(f.name)[0], self.mode, device, self.processors)
-            for f in plain.functions()
+            f.name: fused(f, self._graph(f.name)[0], self.mode, device, self.gpu) for f in plain.functions()
         }
         if not all(f.fused for name, f in found.items() if name not in backwards):
             found |= {f.name: f for f in plain.functions() if f.name not in backwards}
@@ -398,9 +398,7 @@ class _Cutter:
         graph, inputs = self._graph(name)
         owned = self._owned(graph, saved)
         share = self.template.share
-        return block_function(
-            name, graph, inputs, results, owned, self.mode, share, self.processors, self.loops
-        )
+        return block_function(name, graph, inputs, results, owned, self.mode, share, self.gpu, self.loops)
 
     def _graph(self, name: str) -> tuple[fx.Graph, list[Ref]]:
         """A function's graph, made anew, and what its arguments are."""

@@ -27,6 +27,7 @@ from megacompile.hardware.catalog import Dtype, MachineProfile
 from megacompile.hardware.kernel_ceilings import kernel_seconds
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import attention_delay, duration, traffic_seconds
+from megacompile.kernels._triton import Gpu
 from megacompile.kernels.benchmark import Shape
 from megacompile.kernels.registry import CALLED
 from megacompile.passes import lower_memory
@@ -183,8 +184,8 @@ def _cost(nodes: Sequence[fx.Node]) -> _Cost:
 # seconds.
 
 
-Kind = tuple[int, int, bool, int | None, int, int]
-"""Sequences, tokens of each, whether the state may go to NVMe, the GPU's multiprocessors, how many share the
+Kind = tuple[int, int, bool, Gpu | None, int, int]
+"""Sequences, tokens of each, whether the state may go to NVMe, the GPU, how many share the
 state, how many replicas of it train."""
 
 
@@ -233,8 +234,9 @@ class Question:
     @property
     def kind(self) -> Kind:
         """Return what a capture depends on."""
-        stored, processors = self.nvme_budget is not None, self.profile.machine.processors
-        return self.batch, self.seq, stored, processors, self.ranks // self.replicas, self.replicas
+        stored, machine = self.nvme_budget is not None, self.profile.machine
+        gpu = Gpu(machine.processors, machine.chip or 80) if machine.processors else None
+        return self.batch, self.seq, stored, gpu, self.ranks // self.replicas, self.replicas
 
     @property
     def terms(self) -> PlanTerms:
@@ -414,7 +416,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float3
 
 class Study:
     """One model in one dtype; captures are kept, so that budgets vary at little cost, and so do machines with
-    equally many multiprocessors. ``form`` is the state of the ``optimizer``."""
+    the same GPU. ``form`` is the state of the ``optimizer``."""
 
     def __init__(self, model: Model, dtype: Dtype, progress: Progress, optimizer: str = "adamw") -> None:
         self.model, self.progress, self._dtype, self._optimizer = model, progress, dtype, optimizer
@@ -447,7 +449,7 @@ class Study:
     def _repeat(self, kind: Kind) -> Repeated:
         """The batch's captures, made once."""
         if kind not in self._repeated:
-            batch, seq, stored, processors, ranks, replicas = kind
+            batch, seq, stored, gpu, ranks, replicas = kind
             self.progress(f"capturing {self.model.name}, {batch} × {seq} tokens")
             ids = torch.zeros(batch, seq, dtype=torch.long)
             read = read_batch({"input_ids": ids, "labels": ids}, self.model.module)
@@ -456,7 +458,7 @@ class Study:
                 read,
                 DTYPES[self._dtype],
                 stored=stored,
-                processors=processors,
+                gpu=gpu,
                 ranks=ranks,
                 replicas=replicas,
                 optimizer=self._optimizer,

@@ -26,6 +26,7 @@ from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.cli.models import Model, build, optimizer_of
 from megacompile.graph.tile_rewriter import Cuts
+from megacompile.kernels._triton import Gpu
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.state.moment_formats import Form
@@ -43,7 +44,7 @@ class Repeated:
         compute_dtype: torch.dtype,
         *,
         stored: bool = False,
-        processors: int | None = None,
+        gpu: Gpu | None = None,
         ranks: int = 1,
         replicas: int = 1,
         optimizer: str = "adamw",
@@ -55,8 +56,8 @@ class Repeated:
             _frontend,
             compute_dtype=compute_dtype,
             gathers=not stored and ranks == 1,
-            kernels=processors is not None,  # as compile has them unless told
-            processors=processors,
+            kernels=gpu is not None,  # as compile has them unless told
+            gpu=gpu,
             distributed=ranks * replicas > 1,
             optimizer=optimizer,
             form=form,

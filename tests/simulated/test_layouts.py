@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.kernels import _triton
 from tests.simulated.numbers import Numbers
-from tests.simulated.test_scratch import PROCESSORS, ROUNDING, asked_for
+from tests.simulated.test_scratch import GPU, ROUNDING, asked_for
 
 ours = torch.ops.megacompile
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 48, 64
@@ -72,8 +72,8 @@ def test_copies_for_kernels_are_planned(layout: str, dtype: torch.dtype, masked:
     with FakeTensorMode() as mode:
         fakes = on("cpu")
     for real, fake in zip(on("cuda"), fakes, strict=True):
-        meter = StorageMeter(processors=PROCESSORS)
-        with mode, _triton.recording(processors=PROCESSORS), meter:
+        meter = StorageMeter(gpu=GPU)
+        with mode, _triton.recording(gpu=GPU), meter:
             fake()
         peak, _ = asked_for(real)
         assert peak <= meter.peak + ROUNDING

@@ -19,7 +19,9 @@ from megacompile.runtime.cuda_memory import set_allocator
 
 aten, ours = torch.ops.aten, torch.ops.megacompile
 ROUNDING = 16 * 512  # bytes: the allocator rounds each tensor up to 512, and some hold a few bytes
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
+GPU = _triton.gpu_of(torch.device("cuda", 0))
+assert GPU is not None
+PROCESSORS = GPU.processors
 Shape = tuple[int, int, int, int, int]  # batch, heads, heads of keys, tokens, columns
 SHAPES = [(1, 8, 8, 2048, 64), (2, 12, 12, 1024, 64), (1, 8, 2, 2048, 64), (1, 32, 8, 4096, 128),
           (1, 4, 4, 300, 64), (1, 4, 4, 256, 40), (1, 1, 1, 4096, 128), (1, 2, 2, 100, 160),
@@ -104,8 +106,8 @@ def test_attention_takes_no_more_than_is_planned(
     with FakeTensorMode() as mode:
         fakes = calls("cpu")
     for real, fake in zip(calls("cuda"), fakes, strict=True):
-        meter = StorageMeter(processors=PROCESSORS)
-        with mode, _triton.recording(processors=PROCESSORS), meter:
+        meter = StorageMeter(gpu=GPU)
+        with mode, _triton.recording(gpu=GPU), meter:
             fake()
         assert asked_for(real)[0] <= meter.peak + ROUNDING
 

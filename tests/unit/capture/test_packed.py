@@ -16,7 +16,7 @@ from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.capture.replacements import Masks, _bounds
 from megacompile.capture.sdpa import MOST_BYTES
 from megacompile.kernels import document_bounds
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Gpu, recording
 from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, packed_batch
 
@@ -158,14 +158,14 @@ def call(device: str, tokens: int, dtype: torch.dtype, window: int = 0) -> tuple
 def test_a_plan_for_a_gpu_counts_what_the_kernel_takes() -> None:
     """In proportion to the tokens, where a CPU holds a chunk's scores beside."""
     peaks = {}
-    for processors in (132, None):
+    for gpu in (Gpu(132), None):
         for tokens in (8192, 16384):
-            meter = StorageMeter(processors=processors)
-            with FakeTensorMode(), recording(processors=processors), meter:
+            meter = StorageMeter(gpu=gpu)
+            with FakeTensorMode(), recording(gpu=gpu), meter:
                 call("cpu", tokens, torch.bfloat16)
-            peaks[processors, tokens] = meter.peak
-    assert peaks[132, 16384] == 2 * peaks[132, 8192] and peaks[132, 8192] < 8192**2
-    assert peaks[None, 8192] > peaks[132, 8192] + MOST_BYTES
+            peaks[gpu, tokens] = meter.peak
+    assert peaks[Gpu(132), 16384] == 2 * peaks[Gpu(132), 8192] and peaks[Gpu(132), 8192] < 8192**2
+    assert peaks[None, 8192] > peaks[Gpu(132), 8192] + MOST_BYTES
 
 
 def test_the_operator_is_registered_right() -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacompile.blocks.costs import flops, kernel_calls, launches
 from megacompile.kernels import gated_delta_rule
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.gated_delta import RuleInputs, backward_triton, forward_triton
 
 rule = importlib.import_module("megacompile.kernels.gated_delta")
@@ -138,7 +138,7 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
     node = graph.call_function(operator.default, (*leaves, True))
     node.meta["val"] = tuple(given) if backward else (out, states)
     on_cpu = launches(node)
-    with recording(processors=4):
+    with recording(gpu=Gpu(4)):
         on_gpu = launches(node)
         ((call, _),) = kernel_calls(graph)
     assert (call.variant, call.work) == (f"{width}/8", flops(node) if kernels else 0)

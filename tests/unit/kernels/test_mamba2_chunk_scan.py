@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacompile.blocks.costs import launches, moved
 from megacompile.kernels import mamba2, mamba2_chunk_scan
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.mamba2 import (
     ScanInputs,
     backward_reference,
@@ -185,7 +185,7 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
         leaf.meta["val"] = value
     node = graph.call_function(operator.default, tuple(leaves))
     on_cpu = launches(node), moved(node)
-    with recording(processors=4):
+    with recording(gpu=Gpu(4)):
         on_gpu = launches(node), moved(node)
     assert len(recorded) == (8 if backward else 4)
     assert all(x.kernel.__name__.startswith("mamba2_") for x in recorded)

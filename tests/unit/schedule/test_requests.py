@@ -11,6 +11,7 @@ from megacompile.blocks.weight_groups import SEED_BYTES
 from megacompile.capture.batch import read_batch
 from megacompile.hardware.caching_allocator import step_requests
 from megacompile.hardware.catalog import PROFILES
+from megacompile.kernels._triton import Gpu
 from megacompile.passes import lower
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.search import search
@@ -48,7 +49,7 @@ class Layers(nn.Module):
 def test_a_tensor_without_elements_is_asked_for_by_nobody() -> None:
     model = Layers()
     batch = read_batch({"x": torch.ones(2, 4, 8)}, model)
-    compiled = next(Frontend(model, torch.float32, processors=132).tilings(batch, evaluate=False)).build()
+    compiled = next(Frontend(model, torch.float32, gpu=Gpu(132)).tilings(batch, evaluate=False)).build()
     step = search(compiled.assembly.work, Mode("train", 1), MACHINE, 1 << 40).step
     requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
     assert requests and len(requests) == 2 * len({number for number, _ in requests})  # each given back once
@@ -60,7 +61,7 @@ def test_requests_take_what_the_plan_counts(name: str, tight: bool) -> None:
     """With all activations kept, and with those recomputed and offloaded that the least budget wants so."""
     model = build(name)
     batch = read_batch(batch_for(name), model)
-    compiled = next(Frontend(model, torch.bfloat16, processors=132).tilings(batch, evaluate=False)).build()
+    compiled = next(Frontend(model, torch.bfloat16, gpu=Gpu(132)).tilings(batch, evaluate=False)).build()
     work, mode = compiled.assembly.work, Mode("train", 3, deferred=True)
     budget = int(1.05 * least(work, mode).nbytes) if tight else 1 << 40
     planned = search(work, mode, MACHINE, budget)
@@ -76,7 +77,7 @@ def test_updates_of_matrices_take_what_the_plan_counts() -> None:
     batch = read_batch({"input": torch.ones(1, 64)}, model)
     optimizer = torch.optim.Muon(model.parameters())
     options = {"optimizer": optimizer, "form": Foreign(optimizer), "loss_fn": lambda out, batch: out.mean()}
-    frontend = Frontend(model, torch.bfloat16, processors=132, **options)  # type: ignore[arg-type]
+    frontend = Frontend(model, torch.bfloat16, gpu=Gpu(132), **options)  # type: ignore[arg-type]
     compiled = next(frontend.tilings(batch, evaluate=False)).build()
     work, mode = compiled.assembly.work, Mode("train", deferred=True)
     step = lower(work, least(work, mode).plan, mode)
