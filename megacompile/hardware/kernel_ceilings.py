@@ -21,10 +21,10 @@ from megacompile.kernels.registry import CALLED, Called, Kernel, OpPass
 from megacompile.schedule.step import Op
 from megacompile.schedule.workload import Call, KernelWork
 
-# What attention reaches of a ceiling, assumed: FlashAttention 2 on an H100 reaches 306 and, in its
-# deterministic backward, 166 TFLOP/s (catalog.py) of the 622 that mma.sync gives there (arXiv:2402.13499).
-# Recurrences are assumed to reach what attention's backward does: nobody has timed them.
-REACHED, REACHED_BACKWARD = 0.49, 0.27
+# What attention reaches of a ceiling: causal, heads 128 wide, an H100 reached 426 and 484 of 989 TFLOP/s at
+# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/kernels.md). Other chips were not timed, nor
+# were recurrences, of which it is assumed.
+REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES = 0.46, 0.42, 0.27
 _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 
@@ -108,7 +108,7 @@ def _recurrence_rate(part: OpPass, dtype: str, variant: str, machine: Machine) -
         rows = nearest(_rows(kernel, machine.chip), dtype, variant)
         work = 2 * chunk.tokens * sum(map(operator.mul, kernel.products, sizes))
         seconds += work * sum(1e-12 / row.rate for row in rows) / len(rows)
-    seconds /= REACHED_BACKWARD * (machine.processors or chip.processors) / chip.processors
+    seconds /= REACHED_BY_RECURRENCES * (machine.processors or chip.processors) / chip.processors
     kept = chunk.heads * width * inner * chunk.tokens / chunk.span
     seconds += chunk.moved_bytes * kept / machine.memory_bandwidth
     return chunk.flops(width, inner) / seconds
