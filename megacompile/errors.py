@@ -12,7 +12,14 @@ class CaptureError(MegacompileError):
 
 
 class UntraceableError(CaptureError):
-    """The forward cannot be traced, as it may if what it reads of its batch were known."""
+    """The forward cannot be traced, as it may if what it reads of its batch were known.
+
+    ``module`` is the path of the innermost module in which the trace failed, if that is known.
+    """
+
+    def __init__(self, message: str, *, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class BudgetError(MegacompileError):

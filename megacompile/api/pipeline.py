@@ -25,6 +25,7 @@ from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, w
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.capture.batch import Batch, LossFn
 from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.frozen_parts import frozen_part
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, capture
 from megacompile.distributed.ranks import Ranks
@@ -139,6 +140,7 @@ class Frontend:
         self._inductor, self._gpu = inductor, gpu
         self._distributed = distributed
         self._capture, self._differentiated_by = capture, differentiate
+        self._parts_for_real: dict[str, str] = {}  # frozen ones that cannot be traced, and why
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
@@ -300,6 +302,7 @@ class Frontend:
                 padded_right=padded_right,
                 hides_nothing=batch.hides_nothing,
                 **host,
+                **({"parts": self._parts_for_real} if self._parts_for_real else {}),
             )
 
         if self.reads_values(batch):
@@ -308,7 +311,15 @@ class Frontend:
         try:
             captured = capture(padded_right=padded_right)
         except UntraceableError:
-            return capture(padded_right=False, reads_values=True)
+            try:
+                return capture(padded_right=False, reads_values=True)
+            except UntraceableError as error:
+                part = frozen_part(self.model, error.module, self._trained)
+                if part is None or part in self._parts_for_real:
+                    raise
+                self._parts_for_real[part] = str(error).partition(" be captured")[2].lstrip(" :").rstrip(".")
+                _LOG.warning("%s is frozen and cannot be traced: it runs in eager PyTorch", part)
+                return self._captured(batch, evaluate)
         if batch.padded_right and not captured.blind:
             self._seeing.append(batch.outputs)
         return captured

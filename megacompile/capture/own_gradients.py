@@ -125,9 +125,9 @@ _AS_TORCH_WOULD = {
 
 def apply(theirs: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.Function.apply`` in a forward that is captured."""
-    name = f"{function.__module__}.{function.__name__}"
-    checkpoint = "checkpoint" in function.__module__
-    if name in _AS_TORCH_WOULD or (function.__module__.startswith("torch.") and not checkpoint):
+    path = f"{function.__module__}.{function.__name__}"
+    name, checkpoint = f"{path}, a torch.autograd.Function", "checkpoint" in function.__module__
+    if path in _AS_TORCH_WOULD or (function.__module__.startswith("torch.") and not checkpoint):
         return theirs(function, *args, **kwargs)
     if checkpoint:
         raise _refusal(
@@ -214,7 +214,7 @@ def _has_gradient(result: Any, marks: _Marks) -> bool:
 
 
 def _refusal(name: str, why: str) -> CaptureError:
-    return CaptureError(f"The forward calls {name}, a torch.autograd.Function, which {why}.")
+    return CaptureError(f"The forward calls {name}, which {why}.")
 
 
 class _Rule:
@@ -433,7 +433,7 @@ class _Call:
         named = [x.__qualname__ if x in code else x for x in (function, *self._leaves)]
         self.key = f"{name} {named} {needs} {grad} {self._spec} {self._forms}", code
         self.layout = _Layout((), False, (), True, (), (), "", ())
-        self._changed: set[int] = set()  # arguments into which the forward writes
+        self.written: set[int] = set()  # arguments into which the forward writes
         self._overwritten: set[int] = set()  # tensors into which the backward does
         self.inputs: list[int] = []  # arguments that get a gradient
         self.gradient_forms: list[_Form] = []
@@ -441,7 +441,7 @@ class _Call:
     def examine(self) -> None:
         """Call it on made-up values, to know what it returns, keeps, and writes into."""
         given = self._try()
-        self._changed = _written(given, self._made_up())
+        self.written = _written(given, self._made_up())
         self.layout, results = self._run(self._made_up())
         again, repeated = self._run(self._made_up())
         other, _ = self._run(self._made_up(1))
@@ -510,8 +510,8 @@ class _Call:
         layout, results = self._run([form.laid_out(x) for form, x in zip(self._forms, given, strict=True)])
         if layout != self.layout:
             raise MegacompileError(
-                f"{self._name}, a torch.autograd.Function, gave or kept something else than on other values "
-                f"of the same shapes ({self.layout.apart(layout)}): a program is one for all values."
+                f"{self._name}, gave or kept something else than on other values of the same shapes "
+                f"({self.layout.apart(layout)}): a program is one for all values."
             )
         return [form.laid_out(x) for form, x in zip(forms, results, strict=False)]
 
@@ -527,8 +527,8 @@ class _Call:
         for i, needed in enumerate(self._needs):
             if needed and (found[i] is not None) != (i in self.inputs):
                 raise MegacompileError(
-                    f"{self._name}, a torch.autograd.Function, returned gradients of other arguments than on "
-                    "other values of the same shapes: a program is one for all values."
+                    f"{self._name}, returned gradients of other arguments than on other values of the same "
+                    "shapes: a program is one for all values."
                 )
         for i, form in zip(self.inputs, self.gradient_forms, strict=True):
             made.append(form.laid_out(_fresh(found[i], {*map(_memory, (*saved, *grads, *made))})))
@@ -548,7 +548,7 @@ class _Call:
     def _run(self, given: Sequence[Tensor]) -> tuple[_Layout, list[Tensor]]:
         """Call the forward; return how its results are made, and its tensors, each in memory of its own."""
         device, context = given[0].device, _Context(self._needs)
-        given = [x.clone() if i in self._changed else x for i, x in enumerate(given)]
+        given = [x.clone() if i in self.written else x for i, x in enumerate(given)]
         rest = iter(given)
         with _as_in_eager():
             leaves = [next(rest).detach() if isinstance(x, _Place) else _on(device, x) for x in self._leaves]
@@ -561,7 +561,7 @@ class _Call:
         results = list(output) if several else [output]
         graded = {i: x for i, x in enumerate(results) if _has_gradient(x, marks)}
         _refuse_several(self._name, graded, marks)
-        tensors = _Tensors(given, self._changed)
+        tensors = _Tensors(given, self.written)
         places = tuple(tensors.place(x) if isinstance(x, Tensor) else x for x in results)
         state = {name: x for name, x in vars(context).items() if name not in _OF_CONTEXTS}
         fixed = [*self._leaves, *(size for form in self._forms for size in form.shape)]
@@ -741,6 +741,17 @@ def _for_real(function: Any, name: str, needs: tuple[bool, ...], args: tuple[Any
         args[i].copy_(results[k])
         results[k] = args[i]
     return tuple(results) if call.layout.several else results[0]
+
+
+def run_for_real(function: Any, name: str, args: tuple[Any, ...], why: str) -> tuple[tuple[Any, ...], bool]:
+    """Put a call into the trace that runs for real and has no gradient, as torch cannot trace it.
+
+    ``function`` has a ``forward(ctx, *args)`` that returns a tuple. Return its results, and whether it writes
+    into its arguments, of which it is then given copies.
+    """
+    needs = (False,) * len(args)
+    results = _for_real(function, name, needs, args, why)
+    return results, bool(_known(function, name, needs, args, why)[0].written)
 
 
 def _known(

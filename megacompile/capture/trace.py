@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megacompile.capture.batch import LossFn, apply_loss, divide, divides, find_
 from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
+from megacompile.capture.frozen_parts import run_parts_for_real
 from megacompile.capture.host_values import HostValues
 from megacompile.capture.loss_cut import LossCut
 from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
@@ -705,6 +706,7 @@ def define_grouped_gradient() -> None:
 # Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
 
 
+_NO_PARTS: Mapping[str, str] = MappingProxyType({})
 _LOGS = GuardOnDataDependentSymNode.__module__, FakeTensorMode.__module__
 
 
@@ -800,6 +802,7 @@ def capture(
     padded_right: bool = False,
     hides_nothing: bool = False,
     reads_values: bool = False,
+    parts: Mapping[str, str] = _NO_PARTS,
 ) -> Captured:
     """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
 
@@ -807,7 +810,8 @@ def capture(
     traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
     takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
     which the graph may then make use; ``hides_nothing`` that its mask is all ones. ``reads_values``: what the
-    forward reads of the batch's values is computed by a prologue; else it is refused.
+    forward reads of the batch's values is computed by a prologue; else it is refused. ``parts`` are the paths
+    of frozen modules that run in eager PyTorch, and why each cannot be traced.
 
     Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
     numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
@@ -815,7 +819,7 @@ def capture(
     define_grouped_gradient()
     if trained is None:
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    options = (loss_fn, evaluate, outputs, padded_right, hides_nothing, reads_values)
+    options = (loss_fn, evaluate, outputs, padded_right, hides_nothing, reads_values, parts)
     if not reads_values:
         with suppress(LayersDifferError):
             return _captured(model, args, kwargs, forms, trained, *options, repeats=True)
@@ -834,6 +838,7 @@ def _captured(
     padded_right: bool,
     hides_nothing: bool,
     reads_values: bool,
+    parts: Mapping[str, str],
     *,
     repeats: bool,
 ) -> Captured:
@@ -844,6 +849,7 @@ def _captured(
         copied.eval().requires_grad_(False)
     _no_cache(copied)
     _no_draws(copied)
+    run_parts_for_real(copied, parts)
     effects = Effects()
     forward = _Forward(copied, loss_fn, outputs, effects)
     forward.repeats = repeats
@@ -1042,7 +1048,9 @@ _AT_RANDOM = "dropped at random are not supported"
 def _untraceable(error: Exception, model: nn.Module) -> CaptureError:
     """Return the error to raise; to read values of the batch does not help where modules are dropped."""
     text = _explain(error, model)
-    return CaptureError(text) if _AT_RANDOM in text else UntraceableError(text)
+    if _AT_RANDOM in text:
+        return CaptureError(text)
+    return UntraceableError(text, module=_module_of(list(traceback.walk_tb(error.__traceback__)), model))
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
@@ -1050,16 +1058,17 @@ def _explain(error: Exception, model: nn.Module) -> str:
     stack = list(traceback.walk_tb(error.__traceback__))
     summary = traceback.StackSummary.extract(iter(stack))
     where = _line(summary)
-    at = f" at {where}{_module_of(stack, model)}" if where else ""
+    at = f" at {where}{_of(_module_of(stack, model))}" if where else ""
     hint = "its control flow and shapes must not depend on the values of tensors"
     if any(frame.filename.endswith("flex_attention.py") for frame in summary):
         return f"The forward of {type(model).__name__} calls flex attention{at}, {FLEX}."
     if isinstance(error, GuardOnDataDependentSymNode):
         made = _making(error)
         if (origin := _line(made)) not in ("", where):
+            maker = _of(_module_of(_still_running(stack, made), model))
             return (
                 f"The forward of {type(model).__name__} cannot be captured: {origin}"
-                f"{_module_of(_still_running(stack, made), model)} makes a size that depends on the values "
+                f"{maker} makes a size that depends on the values "
                 f"of tensors, and {where} needs it. Keep all rows there, and hide some by a mask, or select "
                 "them before the batch comes to the program."
             )
@@ -1091,10 +1100,14 @@ def _line(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _module_of(stack: Iterable[tuple[FrameType, int]], model: nn.Module) -> str:
-    """Return in which module below the model, the innermost, a stack is."""
-    names = {id(module): f" of {name}" for name, module in model.named_modules() if name}
+    """Return the path of the module below the model, the innermost, in which a stack is."""
+    names = {id(module): name for name, module in model.named_modules() if name}
     inside = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in stack]
     return next((name for name in reversed(inside) if name), "")
+
+
+def _of(module: str) -> str:
+    return module and f" of {module}"
 
 
 def _still_running(
