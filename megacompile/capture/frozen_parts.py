@@ -21,7 +21,7 @@ from megacompile.errors import CaptureError
 
 def frozen_part(model: nn.Module, path: str, trained: Collection[str]) -> str | None:
     """Return the outermost part on the path to a module that has parameters, none of which is trained."""
-    names = path.split(".")
+    names = path.split(".") if path else []
     for count in range(1, len(names) + 1):
         part = ".".join(names[:count])
         own = [f"{part}.{name}" for name, _ in model.get_submodule(part).named_parameters()]

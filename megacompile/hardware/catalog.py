@@ -152,8 +152,8 @@ def _built_in(
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
-            "our kernels": f"ceilings of sm_{chip}; attention {REACHED:g}, its backward {REACHED_BACKWARD:g} "
-            f"of them (measured on an H100), recurrences {REACHED_BY_RECURRENCES:g} (assumed)",
+            "our kernels": f"ceilings of sm_{chip} × {REACHED:g} (attention), "
+            f"{REACHED_BACKWARD:g} (its backward, on an H100), {REACHED_BY_RECURRENCES:g} (recurrences)",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",

@@ -19,6 +19,7 @@ from megacompile.api import compile
 from megacompile.api.bound_programs import Bindings
 from megacompile.errors import BudgetExceededError
 from megacompile.hardware.caching_allocator import PAGE_BYTES
+from megacompile.kernels._triton import Gpu
 from megacompile.runtime import cuda
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import LOOSE_BYTES, plan_bytes
@@ -381,6 +382,7 @@ def test_a_gpu_with_triton_gets_the_fused_kernels_unless_told(
         compile, "open_backend", lambda *given: replace(opened(*given), device=torch.device("cuda"))
     )
     monkeypatch.setattr(compile, "check_triton", lambda device, needed: launches)
+    monkeypatch.setattr(compile, "gpu_of", lambda device: Gpu(128, 89))
     monkeypatch.setattr(Bindings, "make_ready", lambda *_: None)  # no GPU to compile kernels for
     for kernels in (None, False):
         trained = program(build("llama"), "cuda", "1GB", kernels=kernels, example_batch=batch_for("llama"))
