@@ -19,6 +19,7 @@ from megacompile.planner.linear_program import Shape, uniform
 from megacompile.planner.search import Planner
 from megacompile.schedule.op_table import Buffers
 from megacompile.schedule.verify import verify
+from tests.support.reference import HostAdamW
 
 Batch = tuple[Tensor, Tensor]
 
@@ -86,7 +87,7 @@ class Eager:
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Batch], Tensor] = cross_entropy) -> None:
         self.model, self.loss = copy.deepcopy(model), loss
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = HostAdamW(self.model.parameters(), lr=1e-3)
 
     def forward_backward(self, batch: Batch, weight: float = 1.0) -> float:
         loss = self.loss(self.model(batch[0]), batch) * weight

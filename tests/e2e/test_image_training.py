@@ -170,7 +170,7 @@ def plain(kind: Any, folder: Path) -> Any:
             per_device_train_batch_size=2,
             max_steps=2,
             learning_rate=1e-2,
-            adam_epsilon=1e-6,
+            adam_epsilon=1e-5,  # else a gradient near zero moves a weight by its rounding
             logging_steps=1,
             eval_strategy="steps",
             eval_steps=2,

@@ -298,7 +298,8 @@ def test_reward_model_logs_what_trl_does(tmp_path: Path) -> None:
 
 
 def test_kto_logs_what_trl_does(tmp_path: Path) -> None:
-    compare(*(labelled(kind, tmp_path) for kind in (ours.KTOTrainer, trl.KTOTrainer)))
+    mine, plain = (labelled(kind, tmp_path) for kind in (ours.KTOTrainer, trl.KTOTrainer))
+    compare(mine, plain, 1e-5)  # its kl is of sums of hundreds
 
 
 def test_completions_are_sampled_as_trl_does(tmp_path: Path) -> None:
