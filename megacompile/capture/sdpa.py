@@ -832,7 +832,9 @@ def _ours(softcap: float, window: int) -> Function:
 def _shape_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape | None:
     """Return the shape of plain causal attention, forward or backward."""
     (batch, heads, tokens, width), (_, groups, *_) = shapes[:2]
-    plain = "True" in constants and "0.0" in constants and len(shapes) in (3, 5)
+    _, causal, window, softcap, dropout_p, *_ = (text for text in constants if text != "None")
+    of_all = int(window) <= 0 or int(window) >= shapes[1][2]
+    plain = causal == "True" and of_all and softcap == dropout_p == "0.0" and len(shapes) in (3, 5)
     return (batch, heads, groups, tokens, width) if plain else None
 
 

@@ -91,9 +91,11 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 # In:  the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as
 # fast as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager
 # form in :mod:`~megacompile.bench.kernel_cases`, traced on fake tensors: what its operators read and write at
-# the memory's bandwidth, and its products. Launches count on neither side.
+# the memory's bandwidth, and its products; for attention without softcap torch's own kernels, at the rates of
+# the machine. Launches count on neither side.
 
 
+_ATTENTION = "attention", "attention_backward"
 _TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace
 _Cost = tuple[int, int]
 """Bytes that operators read and write, floating-point operations of products."""
@@ -112,10 +114,9 @@ def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
     """Return what each operator is worth that a kernel of ours runs and that has an eager form."""
     found: dict[str, Worth] = {}
     for call, count in calls:
-        eager = _eager(call) if call.work else None
-        if eager is None:
+        without = _without(call, machine) if call.work else None
+        if without is None:
             continue
-        without = eager[0] / machine.memory_bandwidth + eager[1] / machine.flops
         name = call.op.removesuffix("_backward")
         past = found.get(name, Worth(0, 0.0, 0.0))
         found[name] = Worth(
@@ -135,10 +136,20 @@ def _seconds(call: KernelCall, machine: Machine) -> float:
     return kernel_seconds(kernel, machine) + products / machine.flops
 
 
+def _without(call: KernelCall, machine: Machine) -> float | None:
+    """The time of the same pass in plain torch; None where there is no eager form."""
+    if call.op in _ATTENTION and "softcap" not in call.variant:
+        forward = call.op == "attention"
+        rate = machine.attention_forward if forward else machine.attention_backward
+        return call.work / (rate or machine.flops)
+    eager = _eager(call)
+    return None if eager is None else eager[0] / machine.memory_bandwidth + eager[1] / machine.flops
+
+
 def _eager(call: KernelCall) -> _Cost | None:
     """The cost of the same pass in plain torch; None where there is no eager form."""
-    found = operation_of(call)
-    if call.op in ("attention", "attention_backward"):
+    found = None if call.op in _ATTENTION else operation_of(call)
+    if call.op in _ATTENTION:
         (batch, heads, tokens, width), (_, groups, *_) = call.shapes[call.op == "attention_backward" :][:2]
         found = "capped_attention", (batch, heads, groups, tokens, width), call.op.removeprefix("attention_")
     if found is None:

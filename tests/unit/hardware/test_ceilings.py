@@ -171,6 +171,19 @@ def test_what_a_kernel_is_worth_by_hand() -> None:
     assert found["glu"].without == pytest.approx(7 * 5 * one / 1e12)
 
 
+def test_plain_torch_has_attention_of_its_own_but_for_a_softcap() -> None:
+    """At the machine's rate of it; scores that are capped are whole there."""
+    shapes, work = ((2, 16, 1024, 128),) * 3, 10**12
+    plain, capped = (
+        KernelCall("attention", "bfloat16", shapes, (), variant, work) for variant in ("128", "128 softcap")
+    )
+    found = [worth(((call, 2),), H100)["attention"].without for call in (plain, capped)]
+    assert H100.attention_forward is not None
+    assert found[0] == pytest.approx(2 * work / H100.attention_forward)
+    scores = 2 * 16 * 1024 * 1024 * 2  # bytes, read and written by several operators
+    assert found[1] > 2 * 6 * scores / H100.memory_bandwidth
+
+
 def test_a_recurrence_in_plain_torch_costs_as_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, B = (1, 1536, 4, 64), (1, 1536, 1, 128)
     call = KernelCall("mamba2_chunk_scan", "bfloat16", (x, x[:3], (4,), B, B, (4,)), (), "64/128", 1)
