@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megacompile.api.merged_weights import MergedWeights
 from megacompile.api.pipeline import Compiled, Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
@@ -812,11 +813,15 @@ class Program:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight under its name, on the device, as programs compute with it: to hand them to a server.
 
+        Of a model with PEFT's adapters they are those of the model without, under its names, and the adapters
+        are merged into them.
+
         They come one by one, whatever the model's size; those that who takes them does not let go have to fit
         ``hbm_budget`` together. Updates end before, and until the last one was taken the program runs
         nothing. Refused for several ranks.
         """
-        with self._given_back("named_weights", DeviceWeights, "use program.state_dict") as weights:
+        kind = MergedWeights if hasattr(self.model, "get_base_model") else DeviceWeights
+        with self._given_back("named_weights", kind, "use program.state_dict") as weights:
             yield from weights.each()
 
     @contextlib.contextmanager

@@ -35,7 +35,7 @@ from megacompile.runtime.device import Device
 from megacompile.units import format_bytes
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
-_FULL = (BudgetExceededError, torch.OutOfMemoryError)
+FULL = (BudgetExceededError, torch.OutOfMemoryError)  # the device's memory
 _Model: Any = object  # the class of the model that generates comes next
 
 
@@ -75,6 +75,11 @@ class DeviceWeights:
         self._passing = runtime is not None and runtime.state.passing
         self.device: Device = session.settings.open_device() if runtime is None else runtime.device
 
+    @property
+    def names(self) -> list[str]:
+        """Return those of all parameters, in the model's order."""
+        return list(self._sizes)
+
     def nbytes_of(self, name: str) -> int:
         """Return what a parameter takes of the device."""
         return self._sizes[name]
@@ -89,23 +94,39 @@ class DeviceWeights:
                 self.device.synchronize()  # the next part may come where this one is
         return value
 
+    def fetch(self, name: str) -> Tensor:
+        """A parameter as programs compute with it, which has its place until who takes it lets it go."""
+        self.device.synchronize()  # who took the last one may still read where this one comes
+        with self.room_for(f"the {format_bytes(self.nbytes_of(name))} of {name}"):
+            nbytes = self.nbytes_of(name)
+            return self.read(name, torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device))
+
+    @contextlib.contextmanager
+    def room_for(self, what: str) -> Iterator[None]:
+        """Within, what is allocated is the device's; raises BudgetError where it has no room."""
+        try:
+            with self.device.whole():
+                yield
+        except FULL:
+            raise BudgetError(
+                f"hbm_budget leaves {format_bytes(self._budget)}, without room for {what} beside weights "
+                "that were taken before and not let go yet: raise it."
+            ) from None
+
     def each(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all, each under its name. One has its place until who takes it lets it go."""
-        for name, nbytes in self._sizes.items():
-            self.device.synchronize()  # who took the last one may still read where this one comes
-            try:
-                with self.device.whole():
-                    place = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
-                    value = self.read(name, place)
-            except _FULL:
-                raise BudgetError(
-                    f"hbm_budget leaves {format_bytes(self._budget)}, without room for the "
-                    f"{format_bytes(nbytes)} of {name} beside weights that were taken before and not let go "
-                    "yet: raise it."
-                ) from None
-            del place
-            yield name, value
-            del value
+        """Yield all, each under its name."""
+        for name in self.names:
+            yield name, self.fetch(name)
+
+    def around(self, module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> Any:
+        """A copy of a module around other parameters, given by the ids of its own, with its buffers on the
+        device."""
+        tensors: dict[int, Any] = dict(parameters)
+        with self.device.whole():
+            for tensor in (*module.buffers(), *tensors_of(module)):
+                if isinstance(tensor, Tensor):
+                    tensors[id(tensor)] = tensor.detach().to(self.device.torch_device, copy=True)
+        return copy_around(module, tensors)
 
     def end(self) -> None:
         """Give the device back."""
@@ -136,15 +157,11 @@ class Rollout(DeviceWeights):
 
     def _copy(self, model: nn.Module) -> Any:
         """The model's modules, in eval mode, around parameters that hold nothing yet."""
-        device, tensors = self.device.torch_device, dict[int, Any]()
+        device, parameters = self.device.torch_device, dict[int, nn.Parameter]()
         for name, parameter in model.named_parameters():
             nothing = torch.empty(0, dtype=self._forms[name][0], device=device)
-            tensors[id(parameter)] = self._names[name] = nn.Parameter(nothing, requires_grad=False)
-        with self.device.whole():
-            for tensor in (*model.buffers(), *tensors_of(model)):
-                if isinstance(tensor, Tensor):
-                    tensors[id(tensor)] = tensor.detach().to(device, copy=True)
-        copied: Any = copy_around(model, tensors)
+            parameters[id(parameter)] = self._names[name] = nn.Parameter(nothing, requires_grad=False)
+        copied = self.around(model, parameters)
         for module in copied.modules():
             if is_marked(module):
                 module.forward = functools.partial(forward, type(module).forward, module)
@@ -156,7 +173,7 @@ class Rollout(DeviceWeights):
         """Bring all weights; where there is no room for them, have those of blocks come one by one."""
         everything = _Weights(self._names, self)
         if everything.nbytes <= self._budget:
-            with contextlib.suppress(*_FULL), self.device.whole():
+            with contextlib.suppress(*FULL), self.device.whole():
                 everything.load()
                 return
         self._stream()
@@ -225,7 +242,7 @@ class Rollout(DeviceWeights):
                 results.append(self.run(function, (), own))
                 start += at_once
                 continue
-            except _FULL:
+            except FULL:
                 self._random_state(draws)
                 if at_once == 1 and self._streams:
                     raise BudgetError(

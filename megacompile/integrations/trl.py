@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.api.compile import compile
+from megacompile.api.merged_weights import layers_to_merge
 from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.padding import bucket_length, pad_batch
@@ -753,10 +754,7 @@ class PolicyMixin(BesideReference):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if args.use_vllm:
             if hasattr(self.model, "peft_config"):
-                raise MegacompileError(
-                    f"{type(self).__name__} does not merge adapters for a vLLM server yet: train all "
-                    "weights, or set use_vllm to False."
-                )
+                layers_to_merge(self.model)  # or refuse them now
             self.vllm_generation._iter_named_params = self._weights_for_server
         if args.beta and learns_prompts(self.model):
             raise MegacompileError(

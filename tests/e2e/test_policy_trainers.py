@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import megacompile
+from megacompile.api.merged_weights import MergedWeights
 from megacompile.api.rollout import DeviceWeights
 from tests.support.examples import load_example
 from tests.support.models import build
@@ -47,16 +48,18 @@ def early_letters(completions: list[str], **_: Any) -> list[float]:
     return [sum("a" <= letter < "n" for letter in text) / max(len(text), 1) for text in completions]
 
 
-def adapters() -> Any:
+def adapters(**given: Any) -> Any:
     """LoRA that moves the model far within few steps."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
-    return peft.LoraConfig(r=4, lora_alpha=64, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")
+    settings = {"r": 4, "lora_alpha": 64, "target_modules": ["o_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**settings | given)
 
 
-def lora() -> Any:
-    settings = adapters()
+def lora(model: Any = None, **given: Any) -> Any:
+    settings = adapters(**given)
+    model = build("llama", layers=1) if model is None else model
     torch.manual_seed(3)
-    return importlib.import_module("peft").get_peft_model(build("llama", layers=1), settings)
+    return importlib.import_module("peft").get_peft_model(model, settings)
 
 
 def saved(folder: Path) -> Any:
@@ -406,20 +409,61 @@ def test_a_server_is_handed_the_weights_one_by_one(
 ) -> None:
     """Logs and all weights that come are those of plain TRL; the device never has more than two of them."""
     mine, plain = (served(getattr(of, kind), tmp_path, monkeypatch) for of in (ours, trl))
+    peaks = watched_peaks(monkeypatch, DeviceWeights)
+    compare(mine, plain)
+    largest = max(p.numel() * 4 for p in plain.model.parameters())
+    assert 0 < max(peaks) <= 2 * largest
+    same_sent(mine, plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="LoRA"),
+        pytest.param({"use_rslora": True, "use_dora": True}, id="DoRA"),
+        pytest.param(
+            {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "bias": "all"}, id="bias"
+        ),
+        pytest.param({"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens"]}, id="modules"),
+    ],
+)
+def test_a_server_is_handed_weights_with_their_adapters(
+    settings: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged one by one: as plain TRL, which merges all of them, sends and logs."""
+    models = (lora(build("gpt2") if "bias" in settings else None, **settings) for _ in range(2))
+    mine, plain = (
+        served(kind, tmp_path, monkeypatch, model=model)
+        for kind, model in zip((ours.GRPOTrainer, trl.GRPOTrainer), models, strict=True)
+    )
+    peaks = watched_peaks(monkeypatch, MergedWeights)
+    compare(mine, plain)
+    sizes = [p.numel() * 4 for p in plain.model.parameters()]
+    assert 0 < max(peaks) <= 4 * max(sizes)
+    same_sent(mine, plain)
+    first, last = (plain.vllm_generation.vllm_client.sent[i] for i in (0, -1))
+    changed = [name for name, value in last.items() if not torch.allclose(value, first[name], atol=1e-3)]
+    assert len(changed) >= 2
+
+
+def watched_peaks(monkeypatch: pytest.MonkeyPatch, kind: type[DeviceWeights]) -> list[int]:
+    """The bytes that the device has at each weight that is handed over."""
     peaks = list[int]()
-    each = DeviceWeights.each
+    each = kind.each
 
     def watched(weights: DeviceWeights) -> Any:
         for name, value in each(weights):
             device: Any = weights.device
-            peaks.append(device._whole.live)
+            peaks.append(device._whole.peak)
             yield name, value
             del value
 
-    monkeypatch.setattr(DeviceWeights, "each", watched)
-    compare(mine, plain)
-    largest = max(p.numel() * 4 for p in plain.model.parameters())
-    assert 0 < max(peaks) <= 2 * largest
+    monkeypatch.setattr(kind, "each", watched)
+    return peaks
+
+
+def same_sent(mine: Any, plain: Any) -> None:
+    """Servers were sent the same weights at the same times."""
     servers = [trainer.vllm_generation.vllm_client for trainer in (mine, plain)]
     assert len(servers[0].sent) == len(servers[1].sent) > 2
     for sent, expected in zip(*(server.sent for server in servers), strict=True):
@@ -429,8 +473,21 @@ def test_a_server_is_handed_the_weights_one_by_one(
 
 
 def test_what_a_server_cannot_be_handed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(megacompile.MegacompileError, match="does not merge adapters for a vLLM server"):
-        served(ours.GRPOTrainer, tmp_path, monkeypatch, model=lora())
+    """By name, before anything is trained."""
+    peft = importlib.import_module("peft")
+    tied = build("llama", layers=1)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    for refused, model in (
+        (
+            "embed_tokens.base_layer.weight is the weight of another layer",
+            lora(tied, target_modules=["embed_tokens"]),
+        ),
+        ("TrainableTokensWrapper at .*embed_tokens cannot be merged", lora(trainable_token_indices=[3])),
+        ("PROMPT_TUNING learns what is put before", peft.get_peft_model(build("llama", layers=1), tuning)),
+    ):
+        with pytest.raises(megacompile.MegacompileError, match=refused):
+            served(ours.GRPOTrainer, tmp_path, monkeypatch, model=model)
     with pytest.raises(megacompile.MegacompileError, match="vllm_mode=colocate yet: set it to server"):
         served(ours.GRPOTrainer, tmp_path, monkeypatch, vllm_mode="colocate")
 

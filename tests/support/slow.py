@@ -25,6 +25,7 @@ SLOW = (
     r"test_policy_trainers\.py::test_(the_example_learns|trls_own_script)",
     r"test_lent_models\.py::test_texts_of_a_seq2seq_trainer\[False",
     r"test_policy_trainers\.py::test_a_server_is_handed_the_weights_one_by_one\[RLOO",
+    r"test_policy_trainers\.py::test_a_server_is_handed_weights_with_their_adapters\[(?!LoRA)",
     r"test_rollout\.py::test_weights_are_handed_over_by_name\w+\[dtype0",
     r"test_experimental_trainers\.py::test_\w+\[(ORPO with|CPO|SimPO|of the teacher|of data)",
     r"test_changed_buffers\.py::test_a_classifier_trains_as_eager_does\[(False|True-0)",
