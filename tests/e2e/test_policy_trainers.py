@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import string
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
 import megacompile
 from megacompile.api.merged_weights import MergedWeights
 from megacompile.api.rollout import DeviceWeights
+from tests.support import images
 from tests.support.examples import load_example
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
@@ -87,6 +90,7 @@ def policy(
     samples: bool = False,
     model: Any = None,
     peft_config: Any = None,
+    budget: str = "20MB",
     **given: Any,
 ) -> Any:
     config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
@@ -103,7 +107,7 @@ def policy(
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer(),
         peft_config=peft_config,
-        **({"hbm_budget": "20MB"} if kind.__module__.startswith("megacompile") else {}),
+        **({"hbm_budget": budget} if kind.__module__.startswith("megacompile") else {}),
     )
     if not samples:
         written = Written(tokenizer().eos_token_id)
@@ -184,10 +188,36 @@ def same_logs(mine: Any, plain: Any, tolerance: float = 2e-6) -> None:
         ),
         pytest.param({"importance_sampling_level": "sequence", "loss_type": "dr_grpo"}, id="sequence level"),
         pytest.param({"mask_truncated_completions": True, "loss_type": "bnpo"}, id="truncated"),
+        pytest.param({"loss_type": "cispo", "num_iterations": 2, "max_steps": 4}, id="cispo, iterations"),
+        pytest.param({"loss_type": "vespo", "num_iterations": 2, "max_steps": 4}, id="vespo, iterations"),
+        pytest.param({"loss_type": "luspo", "importance_sampling_level": "sequence"}, id="luspo"),
     ],
 )
 def test_grpo_logs_what_trl_does(given: Mapping[str, Any], tmp_path: Path) -> None:
     compare(*(policy(kind, tmp_path, **given) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
+
+
+def test_grpo_under_the_least_budget_logs_what_trl_does(tmp_path: Path) -> None:
+    """With old log-probabilities, an entropy bonus, and evaluation."""
+    given = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "entropy_coef": 0.05,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    plain, budgets = policy(trl.GRPOTrainer, tmp_path, **given), [1000]
+    while True:  # the first error is of training, the next of what else needs more
+        mine = policy(ours.GRPOTrainer, tmp_path, budget=f"{budgets[-1]}B", **given)
+        try:
+            compare(mine, plain)
+            break
+        except megacompile.BudgetError as error:
+            assert error.least_bytes is not None and error.least_bytes > budgets[-1]
+            budgets.append(error.least_bytes)
+    assert 2 <= len(budgets) <= 3
+    least = budgets[-1]
+    assert 0.9 * least < mine.program.memory.device_peak_bytes <= least
 
 
 def test_adapters_log_what_trl_does(tmp_path: Path) -> None:
@@ -362,6 +392,95 @@ def test_trls_own_script_runs_with_one_import_changed(
         arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         script["main"](*script["make_parser"]().parse_args_and_config(arguments))
     same_logs(*finished)
+
+
+def looking(kind: Any, folder: Path, make: Callable[[], tuple[Any, Any]]) -> Any:
+    """A policy that reads an image beside each prompt."""
+    model, processor = make()
+    paths = [str(path) for path in images.files(folder / "images", 4)]
+    prompts = [[{"role": "user", "content": text[:8]}] for text in sentences(4, 1)]
+    data = datasets.Dataset.from_dict({"prompt": prompts, "image": paths})
+    return kind(
+        model,
+        early_letters_of_chats,
+        trl.GRPOConfig(
+            output_dir=str(folder),
+            num_generations=4,
+            max_completion_length=6,
+            **SETTINGS | {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2},
+        ),
+        train_dataset=data.cast_column("image", datasets.Image()),
+        eval_dataset=data.cast_column("image", datasets.Image()).select(range(1)),
+        processing_class=processor,
+        **({"hbm_budget": "20MB"} if kind is ours.GRPOTrainer else {}),
+    )
+
+
+def early_letters_of_chats(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    return early_letters(["".join(said.get("content") or "" for said in chat) for chat in completions])
+
+
+@pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
+def test_policies_that_read_images_log_what_trl_does(make: Any, tmp_path: Path) -> None:
+    """Completions are sampled; with evaluation."""
+    compare(*(looking(kind, tmp_path, make) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
+
+
+def doubled(text: str) -> str:
+    """Say a text twice.
+
+    Args:
+        text: What is said.
+    """
+    return text + text
+
+
+def calling(kind: Any, folder: Path) -> Any:
+    """A policy of which every second completion calls a tool: these are written, what follows is sampled."""
+    characters = tokenizer(string.printable)
+    characters.backend_tokenizer.decoder = tokenizers.decoders.Fuse()  # no spaces between characters
+    characters.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    characters.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    trainer = kind(
+        transformers.LlamaForCausalLM(config),
+        early_letters_of_chats,
+        trl.GRPOConfig(
+            output_dir=str(folder),
+            num_generations=4,
+            max_completion_length=200,
+            max_tool_calling_iterations=1,
+            **SETTINGS | {"max_steps": 2},
+        ),
+        train_dataset=datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "say"}]] * 4}),
+        processing_class=characters,
+        tools=[doubled],
+        **({"hbm_budget": "100MB"} if kind is ours.GRPOTrainer else {}),
+    )
+    call = '<tool_call>\n{"name": "doubled", "arguments": {"text": "ab"}}\n</tool_call><|im_end|>'
+    written = [characters(text)["input_ids"] for text in ("eel<|im_end|>", call)]
+    generate, turns = trainer._generate_single_turn, list[int]()
+
+    def turn(prompts: Any, images: Any, fields: Any, num_generations: int, **given: Any) -> Any:
+        turns.append(num_generations)
+        if num_generations == 1:  # after a call
+            return generate(prompts, images, fields, num_generations, **given)
+        return [[*written[i % 2]] for i in range(len(prompts))], None
+
+    trainer._generate_single_turn, trainer.turns = turn, turns
+    return trainer
+
+
+def test_a_policy_that_calls_tools_logs_what_trl_does(tmp_path: Path) -> None:
+    """Also what it samples once a tool has answered."""
+    mine, plain = (calling(kind, tmp_path) for kind in (ours.GRPOTrainer, trl.GRPOTrainer))
+    compare(mine, plain)
+    assert mine.turns == plain.turns == [4, 1] * 2
+    assert all(entry["tools/call_frequency"] == 0.5 for entry in logs(mine) if "reward" in entry)
 
 
 class Server:
