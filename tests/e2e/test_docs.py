@@ -24,7 +24,7 @@ PAGES = (
     *(ROOT / "docs" / name for name in ("cli.md", "how-to/train.md", "how-to/vision-language.md")),
     *(
         ROOT / "docs" / "how-to" / name
-        for name in ("fit.md", "budget.md", "70b-on-80gb.md", "long-sequences.md")
+        for name in ("rl.md", "fit.md", "budget.md", "70b-on-80gb.md", "long-sequences.md")
     ),
 )
 GUIDES = (
@@ -62,7 +62,9 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*PAGES[-4:-1], pytest.param(PAGES[-1], marks=pytest.mark.nightly)], ids=lambda p: p.stem
+    "path",
+    [*PAGES[-4:-1], *(pytest.param(page, marks=pytest.mark.nightly) for page in (PAGES[-5], PAGES[-1]))],
+    ids=lambda p: p.stem,
 )
 def test_the_figures_of_a_guide_are_those_of_its_commands(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
