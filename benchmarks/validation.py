@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
-from megacompile.cli.estimator import Study
+from megacompile.cli.estimator import Question, Study
 from megacompile.cli.models import load_model
-from megacompile.errors import BudgetError
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.simulate import simulate
-from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import Workload
@@ -73,14 +71,11 @@ class Validation:
         return None
 
     def ours(self, row: Row, batch: int) -> float | None:
-        """TFLOP/s of the searched plan at the same batch, without clipping."""
+        """TFLOP/s of what ``megacompile plan`` finds for the same batch, without clipping."""
         profile = load_machine(row.machine)
-        work = self.study(row.model).captured(batch, SEQ).assembly.work
-        try:
-            planned = search(work, MODE, profile.machine, int(0.9 * (profile.device_bytes or 0)))
-        except BudgetError:
-            return None
-        return self._rate(row.model, batch, planned.seconds)
+        question = Question(profile, batch, SEQ, int(0.9 * (profile.device_bytes or 0)))
+        predictions = self.study(row.model).answer(question, both=False, clip=False).predictions
+        return self._rate(row.model, batch, predictions[False].seconds) if predictions else None
 
     def _rate(self, model: str, batch: int, seconds: float) -> float:
         return self.study(model).model.step_flops(batch, SEQ) / seconds / 1e12
