@@ -19,8 +19,9 @@ from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
 from megacompile.state import host_budget, torch_optimizer
+from megacompile.state.torch_optimizer import Several
 from tests.support.models import Plain, batch_for, build
-from tests.support.reference import HostAdamW
+from tests.support.reference import EagerTrainer, HostAdamW
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -464,12 +465,13 @@ def test_a_list_of_optimizers_trains_bitwise_as_each_of_them_does() -> None:
     fused = functools.partial(torch.optim.AdamW, fused=True)
     plain, ours = muon_beside_adamw(eager, HostAdamW), muon_beside_adamw(model, fused)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (*plain, *ours)]
+    reference = EagerTrainer(eager, Several(plain))
     program = megacompile.compile(
         model, "1GB", optimizer=ours, compute_dtype=torch.float32, max_grad_norm=0.5
     )
     for step in range(3):
         program.train_step(batch_for("llama", step))
-        eager(**batch_for("llama", step)).loss.backward()
+        reference.loss(batch_for("llama", step)).backward()
         nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
         for each in plain:
             each.step()
