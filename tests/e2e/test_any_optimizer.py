@@ -127,27 +127,58 @@ class Pair:
             assert torch.equal(state[name], value), name
 
 
+def host_bytes(program: megacompile.Program) -> int:
+    """What a program's plan takes of the host."""
+    session = program._session
+    scheduled = session.scheduled()
+    form, planned = session.settings.optimizer_state, scheduled.planned
+    return host_budget.host_bytes(scheduled.compiled.assembly, form, planned.plan, planned.step).total
+
+
+class Wide(nn.Module):
+    """Layers of which two in FP32 are more than an update's scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def wide(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))}
+
+
 @pytest.mark.parametrize("name", MAKES)
 def test_trains_bitwise_as_a_plain_loop_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle."""
+    """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle, from
+    which the least device budget goes on, with state on a drive."""
     monkeypatch.setattr(torch_optimizer, "CHUNK", 64)
     torch.manual_seed(0)
-    model = Plain(depth=2)
+    model = Wide()
     fresh = copy.deepcopy(model)
     pair = Pair(MAKES[name], model)
     for index in range(3):
-        pair.step(batch(index), batch(index + 10))
+        pair.step(wide(index), wide(index + 10))
     pair.program.save(tmp_path / "saved")
-    before = pair.ours.state_dict()
+    before, room = pair.ours.state_dict(), host_bytes(pair.program) * 9 // 10
     pair.program.close()
+    pair.options |= {"host_budget": f"{room}B", "offload_dir": tmp_path, "example_batch": [wide(0), wide(10)]}
+    pair.options["hbm_budget"] = "1kB"
+    with pytest.raises(megacompile.BudgetError) as refused:
+        pair.compile(copy.deepcopy(fresh))
+    pair.options["hbm_budget"] = f"{refused.value.least_bytes}B"
     pair.compile(fresh)
-    pair.program.prepare(batch(0))
+    assert {"nvme", "nvme-all"} & {group.state for group in pair.program.plan.groups}
     pair.program.load(tmp_path / "saved")
     pair.ours.load_state_dict(before)
     for index in range(3, 6):
-        pair.step(batch(index), batch(index + 10))
+        pair.step(wide(index), wide(index + 10))
     pair.check()
     pair.program.close()
 
@@ -396,31 +427,6 @@ def muon_beside_adamw(model: nn.Module, adamw: Callable[..., Any]) -> list[torch
     matrices = [p for n, p in named if p.dim() == 2 and "layers" in n]
     others = [p for n, p in named if p.dim() != 2 or "layers" not in n]
     return [torch.optim.Muon(matrices, lr=0.02), adamw(others, lr=1e-2)]
-
-
-def host_bytes(program: megacompile.Program) -> int:
-    """What a program's plan takes of the host."""
-    session = program._session
-    scheduled = session.scheduled()
-    form, planned = session.settings.optimizer_state, scheduled.planned
-    return host_budget.host_bytes(scheduled.compiled.assembly, form, planned.plan, planned.step).total
-
-
-class Wide(nn.Module):
-    """Layers of which two in FP32 are more than an update's scratch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x.square().mean()
-
-
-def wide(seed: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))}
 
 
 @pytest.mark.parametrize("make", [MAKES["SGD"], MAKES["Adafactor"]], ids=["SGD", "Adafactor"])

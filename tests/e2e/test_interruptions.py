@@ -67,7 +67,7 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
 # ---- kill -9 ----
 
 
-@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("learn", 4)])
+@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("several", 4), ("learn", 4)])
 def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(
     kind: str, times: int, tmp_path: Path
 ) -> None:

@@ -555,16 +555,20 @@ class Both(Several):
 
 
 def test_a_list_of_optimizers_trains_as_its_members_do_upstream(tmp_path: Path) -> None:
-    """Upstream takes one optimizer, here one that has each of them step."""
+    """Over micro-batches, clipped, by a schedule; upstream takes one optimizer, here one that has each of them
+    step."""
     both = []
     for kind in (Trainer, transformers.Trainer):
         model = build("llama", layers=1)
         optimizers: Any = muon_beside_adamw(model)
         given = {"optimizers": (optimizers if kind is Trainer else Both(optimizers), None)}
-        settings = {"max_steps": 3, "gradient_accumulation_steps": 1, "of_trainer": given}
+        settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "of_trainer": given}
         both.append(trainer(kind, tmp_path, lambda model=model: model, **settings))  # type: ignore[misc]
         both[-1].train()
     assert_same_logs(*both)
+    steps = [entry for entry in logs(both[0]) if "grad_norm" in entry]
+    assert max(entry["grad_norm"] for entry in steps) > 1.0
+    assert len({entry["learning_rate"] for entry in steps}) > 2
 
 
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "adagrad", "rmsprop", "schedule_free_adamw"])

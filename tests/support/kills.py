@@ -70,6 +70,25 @@ def train(folder: Path, pipe: int) -> None:
     end(one, folder, logs)
 
 
+def several(folder: Path, pipe: int) -> None:
+    """The same by Muon, an optimizer that keeps rows and columns, one that steps over chunks, and AdamW."""
+    model = small()
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and ".h." in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or ".h." not in n]
+    kinds: list[tuple[Any, list[nn.Parameter]]] = [
+        (torch.optim.Muon, matrices[::2]),
+        (torch.optim.Adafactor, matrices[1::2]),
+        (torch.optim.RMSprop, others[::2]),
+        (torch.optim.AdamW, others[1::2]),
+    ]
+    given = {"optimizers": ([kind(over, lr=1e-3) for kind, over in kinds], None)}
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
+    one = trainer(
+        Trainer, folder, make=lambda: model, callbacks=[Tells(pipe)], of_trainer=given, **settings, max_steps=4
+    )
+    end(one, folder, logs)
+
+
 def learn(folder: Path, pipe: int) -> None:
     """The same by completions of its own, to one prompt: a byte for each forward of a rollout too."""
     from tests.e2e.test_policy_trainers import logs, ours, policy
@@ -134,5 +153,5 @@ def main(train: Callable[[Path, int], None], folder: Path, kills: int, seed: int
 
 
 if __name__ == "__main__":
-    trains = {"train": train, "learn": learn}[sys.argv[4]]
+    trains = {"train": train, "several": several, "learn": learn}[sys.argv[4]]
     main(trains, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
