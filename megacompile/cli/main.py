@@ -70,8 +70,8 @@ TRAIN = """examples:
   megacompile train config.yaml --learning_rate 2e-5
 
 The keys are those of TRL's scripts and configs, and method, data, hbm_budget, host_budget, offload_dir,
-optimizer_state, device, from_scratch, sample_prompts, sample_tokens. The same command goes on after an
-interruption. Needs megacompile[trl,plots]."""
+optimizer_state, optimizer, device, from_scratch, sample_prompts, sample_tokens. The same command goes on
+after an interruption. Needs megacompile[trl,plots]."""
 NEW = """examples:
   megacompile new config.yaml
   megacompile new preferences.yaml --method dpo"""

@@ -306,12 +306,17 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     if name != "muon":
         classes = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
         return torch.optim.SGD(trained, momentum=0.9) if name == "sgd" else classes[name](trained)
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(p) for n, p in module.named_parameters() if n.endswith("lm_head.weight")}
-    matrices = [p for p in trained if p.dim() == 2 and id(p) not in tables | heads]
+    matrices = inner_matrices(module)
     chosen = set(map(id, matrices))
     rest = [p for p in trained if id(p) not in chosen]
     return Several([torch.optim.Muon(matrices), *([torch.optim.AdamW(rest)] if rest else [])])
+
+
+def inner_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return what Muon is for: the trained matrices between a model's embeddings and its head."""
+    others = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    others |= {id(p) for n, p in module.named_parameters() if n.endswith("lm_head.weight")}
+    return [p for p in module.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in others]
 
 
 def _code(module: Any, coding: Callable[[tuple[int, ...]], WeightCoding]) -> None:

@@ -22,6 +22,7 @@ hbm_budget: auto                   # of the device: 22GB, 90%, or auto
 # host_budget: 200GB               # of RAM; what it has no room for goes to offload_dir
 # offload_dir: /mnt/nvme
 # optimizer_state: int8            # Adam's moments in a quarter of the bytes
+# optimizer: muon                  # for the layers' matrices; optim (adamw_torch) is for the rest
 
 # ---- how
 max_length: 2048                   # tokens of a row, at most

@@ -165,6 +165,9 @@ class TrainConfig:
     host_budget: str | None = field(default=None, metadata={"help": "host memory for the state"})
     offload_dir: str | None = field(default=None, metadata={"help": "a directory on a drive, for the rest"})
     optimizer_state: str | None = field(default=None, metadata={"help": "fp32, int8 or int4"})
+    optimizer: Literal["muon"] | None = field(
+        default=None, metadata={"help": "muon for the layers' matrices; optim is for the rest"}
+    )
     device: str | None = field(default=None, metadata={"help": "cuda or cpu"})
     from_scratch: bool = field(default=False, metadata={"help": "random weights, of the model's config"})
     sample_prompts: list[str] | None = field(
@@ -276,12 +279,39 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
     )
     if images:
         trainer.data_collator = _collator_of_images(trainer)
+    if ours.optimizer == "muon":
+        trainer.optimizer = _muon_and_others(trainer)
     if ours.sample_prompts:
         path = Path(arguments.output_dir) / "samples.jsonl"
         trainer.add_callback(Samples(trainer, ours.sample_prompts, ours.sample_tokens, path))
     if not arguments.push_to_hub:  # of a folder's model TRL's card says None
         trainer.create_model_card = lambda *args, **kwargs: None
     return trainer
+
+
+def _muon_and_others(trainer: Any) -> Any:
+    """Return Muon for the layers' matrices, and for the rest what ``optim`` names. Muon's updates are as long
+    as AdamW's, so that one learning rate, its schedule and one weight decay are for both."""
+    import torch
+
+    from megacompile.cli.models import inner_matrices
+    from megacompile.state.torch_optimizer import Several
+
+    model, arguments = trainer.model, trainer.args
+    matrices, decayed = inner_matrices(model), set(trainer.get_decay_parameter_names(model))
+    chosen = set(map(id, matrices))
+    rest = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in chosen]
+    decay = arguments.weight_decay
+    muon = torch.optim.Muon(
+        matrices, lr=arguments.learning_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
+    groups = [
+        {"params": [p for n, p in rest if (n in decayed) == decays], "weight_decay": decay if decays else 0.0}
+        for decays in (True, False)
+    ]
+    kind, options = trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    groups = [group for group in groups if group["params"]]
+    return Several([muon, *([kind(groups, **options)] if groups else [])])
 
 
 def _collator_of_images(trainer: Any) -> Any:

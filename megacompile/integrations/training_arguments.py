@@ -92,6 +92,17 @@ OWN_CLASSES = (
     "schedule_free_sgd",
 )
 """Names of ``optim`` whose classes step on the host themselves, made as upstream makes them."""
+_ADAM8 = "use optim='adamw_8bit', whose moments are kept in codes"
+_WAYS_OUT = {  # of other names, by a part of them: why, and what to do
+    "lion": "its kernel is bitsandbytes': give optimizers=(lion_pytorch.Lion(model.parameters(), lr=1e-5), "
+    "None)",
+    "rmsprop": "its kernel is bitsandbytes': use optim='rmsprop'",
+    "ademamix": f"its kernel is bitsandbytes': {_ADAM8}",
+    "galore": f"it projects gradients to save the device memory that moments take: {_ADAM8}, on the host",
+    "apollo": f"it projects gradients to save the device memory that moments take: {_ADAM8}, on the host",
+    "lomo": "it updates inside the backward: use optim='adafactor', whose state is as small",
+    "adamw_torch": "the host or a CUDA device makes the update: use optim='adamw_torch'",
+}
 
 
 @dataclass(frozen=True)
@@ -123,10 +134,12 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
             raise MegacompileError(f"TrainingArguments({name}=...) is not supported: {way_out}.")
     name = str(arguments.optim.value)
     if name not in _OPTIMIZERS and name not in OWN_CLASSES:
-        raise MegacompileError(
-            f"TrainingArguments(optim={name!r}) is not supported: use one of "
-            f"{', '.join((*_OPTIMIZERS, *OWN_CLASSES))}, or give an optimizer in optimizers=."
+        way_out = (
+            f"use one of {', '.join((*_OPTIMIZERS, *OWN_CLASSES))}, or give the optimizer's object, as "
+            "optimizers=(optimizer, None)"
         )
+        way_out = next((way for part, way in _WAYS_OUT.items() if part in name), way_out)
+        raise MegacompileError(f"TrainingArguments(optim={name!r}) is not supported: {way_out}.")
     if _is_set(arguments, "optim_args") and name not in OWN_CLASSES:
         raise MegacompileError(
             f"TrainingArguments(optim_args=...) is not supported with optim={name!r}: give an AdamW in "

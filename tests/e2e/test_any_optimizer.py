@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import mmap
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import megacompile
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
+from megacompile.cli.main import OPTIMIZERS
 from megacompile.state import host_budget, torch_optimizer
 from megacompile.state.torch_optimizer import Several
 from tests.support.models import Plain, batch_for, build
@@ -156,8 +158,8 @@ def wide(seed: int) -> dict[str, Tensor]:
 def test_trains_bitwise_as_a_plain_loop_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle, from
-    which the least device budget goes on, with state on a drive."""
+    """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle;
+    from it the least device budget goes on, with state on a drive."""
     monkeypatch.setattr(torch_optimizer, "CHUNK", 64)
     torch.manual_seed(0)
     model = Wide()
@@ -292,6 +294,26 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     ):
         other.program.load(tmp_path / "saved")
     other.program.close()
+
+
+def test_each_optimizer_of_torch_is_told_of_planned_and_tried_or_refused() -> None:
+    classes = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+    }
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "optimizers.md").read_text()
+    table, refused = (
+        page[page.index("| AdamW, Adam") : page.index('\n\n"Chunks"')],
+        page.rpartition("## What")[2],
+    )
+    told = {name for name in classes if re.search(rf"\b{name}\b", table)}
+    assert sorted(classes - told) == ["LBFGS", "SparseAdam"]
+    assert all(f"`{name}`" in refused for name in classes - told)
+    assert {name.lower() for name in told} - {"adam"} == set(OPTIMIZERS)
+    parameters = [{"params": [nn.Parameter(torch.ones(2, 2))]}]
+    tried = {type(MAKES[name](parameters)).__name__ for name in MAKES}
+    assert told - tried == {"Muon", "AdamW"}  # by test_muon.py; by a kernel of the host's
 
 
 class Coupled(torch.optim.SGD):

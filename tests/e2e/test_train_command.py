@@ -17,13 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megacompile.cli import train
 from megacompile.cli.main import main
+from tests.e2e.test_trainer import Both
 from tests.support.models import build
 from tests.support.ranks import run_ranks, whole
 from tests.support.text import tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
-pytest.importorskip("trl", reason="trl is missing: pip install trl")
+trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
 
 PAIRS = [("what is it?", "a fox."), ("who is it?", "a dog."), ("where?", "here.")]
@@ -496,3 +498,32 @@ def test_two_ranks_train_what_one_process_does(folder: Path) -> None:
         file.name for file in (folder / "one").iterdir()
     }
     assert len((folder / "ranks" / "samples.jsonl").read_text().splitlines()) == 1
+
+
+def test_muon_trains_as_trls_trainer_does_with_both_optimizers(folder: Path) -> None:
+    """At one learning rate, schedule and weight decay. Adapters are all of them matrices."""
+    given = [*SMALL, "--optimizer=muon", "--learning_rate=1e-3", "--weight_decay=0.1", "--logging_steps=1"]
+    assert main(["train", "config.yaml", *given]) == 0
+
+    def built(*flags: str) -> Any:
+        keys = train._parse(trl, Path("config.yaml"), [*given, *flags, "--output_dir=plain"])
+        return train._built("config.yaml", keys)
+
+    (adapters,) = built("--use_peft=true").optimizer.optimizers
+    assert isinstance(adapters, torch.optim.Muon)
+    made = built()
+    muon, rest = made.optimizer.optimizers
+    assert type(rest) is torch.optim.AdamW
+    inner = {id(p) for n, p in made.model.named_parameters() if p.dim() == 2 and ".layers." in n}
+    assert {id(p) for p in muon.param_groups[0]["params"]} == inner
+    rows = {"train_dataset": made.train_dataset, "eval_dataset": made.eval_dataset}
+    model = transformers.AutoModelForCausalLM.from_pretrained("model")
+    plain = trl.SFTTrainer(model, args=made.args, processing_class=made.processing_class, **rows)
+    plain.optimizer = Both(train._muon_and_others(plain).optimizers)
+    plain.train()
+    logged = [row for row in csv.DictReader((folder / "out" / "log.csv").open()) if row["loss"]]
+    expected = [entry for entry in plain.state.log_history if "grad_norm" in entry]
+    assert len(logged) == len(expected) == 4
+    for mine, theirs in zip(logged, expected, strict=True):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert float(mine[name]) == pytest.approx(theirs[name], rel=1e-6), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import threading
 import warnings
@@ -555,15 +556,16 @@ class Both(Several):
 
 
 def test_a_list_of_optimizers_trains_as_its_members_do_upstream(tmp_path: Path) -> None:
-    """Over micro-batches, clipped, by a schedule; upstream takes one optimizer, here one that has each of them
+    """Over micro-batches, clipped, by a schedule. Upstream takes one optimizer: one that has each of them
     step."""
     both = []
     for kind in (Trainer, transformers.Trainer):
         model = build("llama", layers=1)
         optimizers: Any = muon_beside_adamw(model)
         given = {"optimizers": (optimizers if kind is Trainer else Both(optimizers), None)}
-        settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "of_trainer": given}
-        both.append(trainer(kind, tmp_path, lambda model=model: model, **settings))  # type: ignore[misc]
+        settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+        make: Any = lambda model=model: model  # noqa: E731
+        both.append(trainer(kind, tmp_path, make, of_trainer=given, **settings))
         both[-1].train()
     assert_same_logs(*both)
     steps = [entry for entry in logs(both[0]) if "grad_norm" in entry]
@@ -584,6 +586,35 @@ def test_optimizers_are_named_as_upstream_names_them(name: str, tmp_path: Path) 
     for each in both:
         each.train()
     assert_same_logs(*both)
+
+
+NAMES = [name.value for name in transformers.training_args.OptimizerNames]
+WAYS_OUT = {  # what the refusal of a name says, by a part of it
+    "lion": r"optimizers=\(lion_pytorch\.Lion\(",
+    "rmsprop_bnb": "optim='rmsprop'",
+    "ademamix": "optim='adamw_8bit'",
+    "galore": "optim='adamw_8bit'",
+    "apollo": "optim='adamw_8bit'",
+    "lomo": "optim='adafactor'",
+    "xla": "optim='adamw_torch'",
+    "npu": "optim='adamw_torch'",
+    "": r"give the optimizer's object, as optimizers=\(optimizer, None\)",
+}
+
+
+def test_each_name_of_an_optimizer_is_taken_or_refused_with_a_way_out(tmp_path: Path) -> None:
+    taken = set()
+    for name in NAMES:
+        arguments = transformers.TrainingArguments(str(tmp_path), optim=name, use_cpu=True)
+        words = next(words for part, words in WAYS_OUT.items() if part in name)
+        try:
+            training_arguments.settle(arguments, MegacompileConfig())
+            taken.add(name)
+        except megacompile.MegacompileError as error:
+            assert f"optim={name!r}" in str(error) and re.search(words, str(error))
+            assert str(error).count(". ") == 0
+    assert {"sgd", "adafactor", "adagrad", "rmsprop", "adamw_torch", "adamw_torch_fused"} <= taken
+    assert {name for name in NAMES if "schedule_free" in name} <= taken
 
 
 class OwnScheduler:

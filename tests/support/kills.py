@@ -82,10 +82,9 @@ def several(folder: Path, pipe: int) -> None:
         (torch.optim.AdamW, others[1::2]),
     ]
     given = {"optimizers": ([kind(over, lr=1e-3) for kind, over in kinds], None)}
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
-    one = trainer(
-        Trainer, folder, make=lambda: model, callbacks=[Tells(pipe)], of_trainer=given, **settings, max_steps=4
-    )
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    settings |= {"eval_strategy": "no", "max_steps": 4, "of_trainer": given}
+    one = trainer(Trainer, folder, make=lambda: model, callbacks=[Tells(pipe)], **settings)
     end(one, folder, logs)
 
 
