@@ -124,7 +124,8 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
     moments = "Adam state" if q.optimizer_state == "fp32" else f"{q.optimizer_state} moments"
     if isinstance(q.optimizer_state, Foreign):
-        moments = f"state of {q.optimizer_state}"
+        names = [name.rpartition(".")[2] for name in str(q.optimizer_state).split("+")]
+        moments = f"state of {' and '.join(names)}"
     if q.ranks > 1:
         times = f"on each card {times}"
     tower = (
@@ -361,6 +362,7 @@ def _break_even(answer: Answer, p: Prediction) -> str:
 
 def _bound(shown: Prediction) -> str:
     b = shown.bound
+    updates = sum(group.matrices.nbytes for group in shown.work.groups if group.matrices)
     return (
         "What a step must do at least, each by itself\n"
         f"  model FLOPs {format_seconds(b.compute)}; weights down {format_seconds(b.down)}; gradients up "
@@ -376,7 +378,12 @@ def _bound(shown: Prediction) -> str:
             if b.gathers
             else ""
         )
-        + (f"\n  updates of matrices, made orthogonal {format_seconds(b.orthogonal)}" if b.orthogonal else "")
+        + (
+            f"\n  updates of matrices, made orthogonal on the device {format_seconds(b.orthogonal)}; "
+            f"theirs are {format_bytes(updates)}\n    of what goes each way"
+            if updates
+            else ""
+        )
         + (f"\n  what is read and written of the drive {format_seconds(b.drive)}" if b.drive else "")
     )
 

@@ -29,7 +29,7 @@ from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
 from megacompile.state.torch_optimizer import ELEMENTWISE, name_of
-from megacompile.units import parse_bytes
+from megacompile.units import format_bytes, parse_bytes
 from tests.support import images
 
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -413,6 +413,13 @@ def test_the_state_and_the_update_of_another_optimizer_are_priced(
     assert host["muon"]["moments"] == 8 * model.parameters - 4 * sum(p.numel() for p in matrices) + steps
     main(["plan", "--model", config, *arguments[:-2]])
     assert "host updates" in (out := capsys.readouterr().out) and "Adam" not in out
+    main(["plan", "--model", config, "--machine", "rtx-4090", *SHAPE, "--optimizer", "muon"])
+    out = capsys.readouterr().out
+    assert "FP32 masters and state of Muon and AdamW in host memory" in out
+    nbytes = format_bytes(2 * sum(p.numel() for p in matrices))
+    assert re.search(
+        rf"made orthogonal on the device \S+ \S+; theirs are {nbytes}\s+of what goes each way", out
+    )
 
 
 def test_several_cards_share_the_state_and_bring_batches_of_their_own(
