@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import megacompile
 from tests.support.multimodal import fixed, sized
@@ -39,23 +41,35 @@ def steps(model: nn.Module, batches: Sequence[Any]) -> tuple[list[float], list[f
     return losses, norms
 
 
+def _doubled(batches: Iterable[Any]) -> list[Any]:
+    return [pytree.tree_map_only(Tensor, _wide, dict(batch)) for batch in batches]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
 def trained(
     model: nn.Module, batches: Iterable[Any], budget: float | str, *, beside: Iterable[Any] | None = None
 ) -> int:
     """Train like plain transformers, whose results must come out; return the number of programs.
 
-    ``beside``: the batches of plain transformers, where they are others.
+    ``beside``: the batches of plain transformers, where they are others. Where FP32 itself is far from FP64,
+    as in Gemma 4, a norm may be off by a tenth of how far plain transformers is.
     """
     eager, batches = copy.deepcopy(model), list(batches)
-    losses, norms = steps(eager, batches if beside is None else list(beside))
+    plain = batches if beside is None else list(beside)
+    losses, norms = steps(eager, plain)
+    exact = functools.cache(functools.partial(steps, copy.deepcopy(model).double(), _doubled(plain)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = megacompile.compile(
         model, budget, optimizer=optimizer, max_grad_norm=0.5, compute_dtype=torch.float32, device="cpu"
     )
-    for batch, loss, norm in zip(batches, losses, norms, strict=True):
+    for i, (batch, loss, norm) in enumerate(zip(batches, losses, norms, strict=True)):
         out = program.train_step(batch)
         assert float(out.loss) == pytest.approx(loss, rel=1e-6)
-        assert float(out.grad_norm) == pytest.approx(norm, rel=1e-5)
+        if float(out.grad_norm) != pytest.approx(norm, rel=1e-5):
+            assert float(out.grad_norm) == pytest.approx(norm, abs=0.1 * abs(exact()[1][i] - norm))
     state = program.state_dict()
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
