@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import megacompile
 from benchmarks.gpu.correct import HeldBytes, kernels_found_wrong, same
@@ -32,7 +33,8 @@ class Feature:
     """What is trained. ``used`` stands in the schedule or the source of a program that has the feature.
 
     ``plain`` makes the model of plain torch, where it is another. ``by_cpu``: it draws numbers as no plain
-    torch does, and the CPU backend is what it is compared with. ``package`` is what it cannot do without.
+    torch does, and the CPU backend is what it is compared with. ``same_bits``: plain torch trains on the
+    device too, and must give the same bits. ``package`` is what it cannot do without.
     """
 
     make: Callable[[], Any]
@@ -43,6 +45,7 @@ class Feature:
     plain: Callable[[], Any] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
     by_cpu: bool = False
+    same_bits: bool = False
     package: str = ""
     rollout: bool = False  # after the first step
     budget: str = "2GB"
@@ -98,6 +101,22 @@ def _coded(layer: Any, dtype: torch.dtype, *, decoded: bool) -> nn.Module:
 def _rows(seed: int) -> tuple[Tensor, Tensor]:
     x, y = torch.randn(2, 64, coded_weights.WIDTH, generator=torch.Generator().manual_seed(seed)).unbind()
     return x, y
+
+
+class _Given(nn.Module):
+    """Matrices whose gradients are what the batch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(64, 256)), nn.Parameter(torch.randn(256, 64))
+
+    def forward(self, down: Tensor, up: Tensor) -> Tensor:
+        return (self.down * down).sum() + (self.up * up).sum()
+
+
+def _gradients(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(64, 256, generator=generator), torch.randn(256, 64, generator=generator)
 
 
 class _Quantised(torch.autograd.Function):
@@ -219,6 +238,10 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "Muon": lambda: Feature(
         tiny, _ids, "orthogonalize", torch.bfloat16, _muon, options=_STREAMED | {"max_grad_norm": 0.5}
     ),
+    "Muon, of given gradients": lambda: Feature(
+        _seeded(_Given), _gradients, "orthogonalize", same_bits=True,
+        optimizer=lambda model: torch.optim.Muon(model.parameters(), lr=1e-2),
+    ),
     "adapters over 4-bit codes": lambda: _codes(coded_weights.Linear4bit),
     "adapters over 8-bit codes": lambda: _codes(coded_weights.Linear8bitLt),
     "rows of a table": lambda: Feature(
@@ -276,6 +299,7 @@ def _compare(finding: dict[str, Any], ours: list[Outcome], plain: Outcome, featu
     near = finding["loss off by"] <= most_loss and finding["weights off by"] <= most_weight
     within = first[2] <= parse_bytes(feature.budget, what="budget", available=10**18)
     finding["right"] = bool(near and within and finding["bits repeat"])
+    finding["right"] &= finding["bits of plain torch"] or not feature.same_bits
     if feature.rollout:
         finding["tokens of plain torch"] = torch.equal(first[1]["tokens"], plain[1]["tokens"])
         finding["right"] &= finding["tokens of plain torch"]
@@ -302,12 +326,13 @@ def _ours(feature: Feature, where: str, to: Recorder) -> Outcome:
 
 
 def _plain(feature: Feature) -> Outcome:
-    """Losses and values of eager training in float32, on the host."""
-    model = (feature.plain or feature.make)()
+    """Losses and values of eager training in float32, on the host, or the device for the same bits."""
+    where = device() if feature.same_bits else "cpu"
+    model = (feature.plain or feature.make)().to(where)
     made, values = feature.optimizer(model), {}
     losses = []
     for seed in range(_STEPS):
-        batch = feature.batch(seed)
+        batch = pytree.tree_map_only(Tensor, lambda x: x.to(where), feature.batch(seed))
         if feature.loss is not None:
             loss = feature.loss(model(batch[0]), batch)
         else:
@@ -322,7 +347,7 @@ def _plain(feature: Feature) -> Outcome:
         if feature.rollout and not seed:
             values = _generated(model.eval())
             model.train()
-    return losses, {n: x.detach() for n, x in model.state_dict().items()} | values, 0
+    return losses, {n: x.detach().cpu() for n, x in model.state_dict().items()} | values, 0
 
 
 def _generated(model: Any) -> dict[str, Tensor]:

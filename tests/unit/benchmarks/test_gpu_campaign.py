@@ -192,11 +192,13 @@ def test_a_feature_is_right_where_plain_torch_is_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = features.FEATURES["gradients of one's own"]()
-    tried = {"own": own, "missing": replace(own, package="no_such_package")}
+    given = features.FEATURES["Muon, of given gradients"]()
+    tried = {"own": own, "given": given, "missing": replace(own, package="no_such_package")}
     monkeypatch.setattr(features, "FEATURES", {n: lambda f=f: f for n, f in tried.items()})
     features.features(Recorder(tmp_path, "features"))
     told = {e["what"]: e for e in entries(tmp_path)}
     assert told["own"]["right"] and told["own"]["bits repeat"] and told["own"]["weights off by"] < 1e-5
+    assert told["given"]["right"] and told["given"]["bits of plain torch"]
     assert told["missing"]["not measured"] == "no_such_package is not installed"
 
     plain = features._plain(own)
@@ -211,6 +213,9 @@ def test_a_feature_is_right_where_plain_torch_is_near(
     start = own.make().state_dict()
     assert right() and not right(losses=[x * 1.01 for x in losses])
     assert not right(values=values | {"step": start["step"]} | {"layers.0.weight": start["layers.0.weight"]})
+    exact, finding = features._plain(given), dict[str, object]()
+    features._compare(finding, [exact, exact], ([x * (1 + 1e-9) for x in exact[0]], *exact[1:]), given)
+    assert not finding["right"]  # near, and not the same bits
     assert not right(held=3e9) and not right(second=(losses, start, 0))
 
 
