@@ -41,6 +41,7 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
     backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=QUESTION.terms.machine)
     monkeypatch.setattr(compile, "open_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(compile, "gpu_of", lambda device: QUESTION.kind[3])  # the card of the question
     model = transformers.LlamaForCausalLM(given).train()
     ids = torch.randint(given.vocab_size, (BATCH, SEQ))
     program = megacompile.compile(
@@ -99,6 +100,7 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
 
     backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
     monkeypatch.setattr(compile, "open_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(compile, "gpu_of", lambda device: asked.kind[3])  # the card of the question
     ids = torch.randint(config.vocab_size, (BATCH, SEQ))
     program = megacompile.compile(
         model, f"{asked.hbm_budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
