@@ -95,7 +95,6 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 # the machine. Launches count on neither side.
 
 
-_ATTENTION = "attention", "attention_backward"
 _TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace
 _Cost = tuple[int, int]
 """Bytes that operators read and write, floating-point operations of products."""
@@ -138,23 +137,23 @@ def _seconds(call: KernelCall, machine: Machine) -> float:
 
 def _without(call: KernelCall, machine: Machine) -> float | None:
     """The time of the same pass in plain torch; None where there is no eager form."""
-    if call.op in _ATTENTION and "softcap" not in call.variant:
-        forward = call.op == "attention"
-        rate = machine.attention_forward if forward else machine.attention_backward
-        return call.work / (rate or machine.flops)
-    eager = _eager(call)
-    return None if eager is None else eager[0] / machine.memory_bandwidth + eager[1] / machine.flops
-
-
-def _eager(call: KernelCall) -> _Cost | None:
-    """The cost of the same pass in plain torch; None where there is no eager form."""
-    found = None if call.op in _ATTENTION else operation_of(call)
-    if call.op in _ATTENTION:
-        (batch, heads, tokens, width), (_, groups, *_) = call.shapes[call.op == "attention_backward" :][:2]
-        found = "capped_attention", (batch, heads, groups, tokens, width), call.op.removeprefix("attention_")
+    found = operation_of(call)
+    if call.op in ("attention", "attention_backward"):
+        backward = call.op == "attention_backward"
+        if "softcap" not in call.variant:
+            rate = machine.attention_backward if backward else machine.attention_forward
+            return call.work / (rate or machine.flops)
+        (batch, heads, tokens, width), (_, groups, *_) = call.shapes[backward:][:2]
+        shape = batch, heads, groups, tokens, width
+        found = "capped_attention", shape, "backward" if backward else "forward"
     if found is None:
         return None
-    operation, shape, kind = found
+    nbytes, products = _eager(*found, call)
+    return nbytes / machine.memory_bandwidth + products / machine.flops
+
+
+def _eager(operation: str, shape: Shape, kind: str, call: KernelCall) -> _Cost:
+    """The cost of a call's eager form, the forward or the backward."""
     chunked = CALLED[call.op].part.chunk is not None
     tokens = shape[3] if chunked else 1
     few = min(tokens, _TRACED)

@@ -125,7 +125,6 @@ SLOW = (
     r"test_predict\.py::test_a_transformers_output_with_labels_and_without_after_each_step\[gpt2",
     r"test_profile\.py::test_profiling_changes_nothing",
     r"test_train_command\.py::test_prompts_are_answered_as_the_model_would_alone",
-    r"test_train_command\.py::test_muon_trains_as_trls_trainer",
     r"test_trl\.py::test_trls_own_script",
     # Documentation: the figures of guides are minutes of planning; their commands stay, and the Python of
     # those that show what no other test trains.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacompile.bench.kernel_bench import operation_of
 from megacompile.blocks.costs import KernelCall
 from megacompile.cli.estimator import worth
 from megacompile.graph.fusion_rewriter import PATTERNS
@@ -175,8 +176,18 @@ def test_plain_torch_has_attention_of_its_own_but_for_a_softcap() -> None:
     """At the machine's rate of it; scores that are capped are whole there."""
     shapes, work = ((2, 16, 1024, 128),) * 3, 10**12
     plain, capped = (
-        KernelCall("attention", "bfloat16", shapes, (), variant, work) for variant in ("128", "128 softcap")
+        KernelCall(
+            "attention",
+            "bfloat16",
+            shapes,
+            (*["None"] * 3, "0.09", "True", "0", softcap, "0.0"),
+            variant,
+            work,
+        )
+        for softcap, variant in (("0.0", "128"), ("50.0", "128 softcap"))
     )
+    assert operation_of(plain) is not None
+    assert operation_of(capped) is None  # no benchmark is of it, whatever its dropout of 0.0
     found = [worth(((call, 2),), H100)["attention"].without for call in (plain, capped)]
     assert H100.attention_forward is not None
     assert found[0] == pytest.approx(2 * work / H100.attention_forward)
