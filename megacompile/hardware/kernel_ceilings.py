@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
+from megacompile.errors import MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling, read_ceilings
 from megacompile.kernels.registry import CALLED, Called, Kernel, OpPass
@@ -127,7 +128,13 @@ def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
 
 
 def _rows(kernel: Kernel, chip: int) -> list[Ceiling]:
-    return _table()[kernel.module, kernel.name, chip]
+    rows = _table().get((kernel.module, kernel.name, chip))
+    if rows is None:
+        raise MegacompileError(
+            f"kernels/ceilings.csv has no row of {kernel.name} on sm_{chip}, so nothing prices it: run "
+            "python -m benchmarks.kernel_gate --update."
+        )
+    return rows
 
 
 def nearest(rows: Iterable[Ceiling], dtype: str, variant: str) -> list[Ceiling]:
