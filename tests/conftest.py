@@ -77,7 +77,7 @@ def pytest_collection_finish() -> None:
     tenth more where accelerate asks for it at the begin and the end of each training."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 20)
+    gc.set_threshold(30_000, 10, 20)
     if "accelerate.utils.memory" in sys.modules:
         sys.modules["accelerate.utils.memory"].gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
 

@@ -25,6 +25,7 @@ from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
+from megacompile.state.model_values import _lend_own as lend_own
 from megacompile.state.model_values import _Refuser as Refuser
 
 _KNOWN = (
@@ -113,7 +114,7 @@ def _model(model: nn.Module) -> tuple[Any, ...]:
 def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
     kind, values = type(module), vars(module)
     hooks = [hook for name in _HOOKS for hook in (values.get(name) or {}).values()]
-    if not _is_known(kind) or any(type(hook) is not Refuser for hook in hooks):
+    if not _is_known(kind) or any(hook is not lend_own and type(hook) is not Refuser for hook in hooks):
         raise _UnknownError
     tensors = [
         (name, seen.setdefault(id(t), len(seen)), None if t is None else (*_tensor(t), t.requires_grad))
@@ -126,7 +127,7 @@ def _module(module: nn.Module, seen: dict[int, int]) -> tuple[Any, ...]:
 def _is_known(value: Any) -> bool:
     """Whether a class or a function is told from others by what it is: a test's, if no call makes it anew."""
     place = f"{value.__module__}."
-    return place.startswith(_KNOWN) or (place.startswith("tests.") and "<" not in value.__qualname__)
+    return place.startswith(_KNOWN) or (place.startswith("tests.") and "<locals>" not in value.__qualname__)
 
 
 def _tensor(tensor: Tensor) -> tuple[Any, ...]:
