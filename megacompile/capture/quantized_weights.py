@@ -121,7 +121,7 @@ class BlockCoding:
             state.dtype, state.packing_format_for_cpu = state.original_dtype, False
         elif torch.equal(_scales(state).float(), scales) and torch.equal(state.code, book):
             return
-        state.absmax, state.code, state.state2, state.offset, state.nested = scales, book, None, None, False
+        vars(state).update(absmax=scales, code=book, state2=None, offset=None, nested=False)
 
     def empty(self, parameter: Tensor) -> None:
         """Leave its codes zeros."""

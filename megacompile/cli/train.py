@@ -497,7 +497,12 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     if "use_cpu" not in keys and "--use_cpu" not in given and not torch.cuda.is_available():
         given += ["--use_cpu", "True"]
     kinds = (TrainConfig, trl.ScriptArguments, training, trl.ModelConfig, trl.DatasetMixtureConfig)
-    parser = trl.TrlParser(kinds)
+
+    class Parser(trl.TrlParser):
+        def error(self, message: str) -> NoReturn:  # rather than a page of usage
+            raise MegacompileError(message)
+
+    parser = Parser(kinds)
     flags = {flag.removeprefix("--") for flag in parser._option_string_actions} | {"env"}
     names = [str(key) for key in keys] + [
         flag.removeprefix("--").split("=")[0] for flag in given if flag[:2] == "--"
@@ -507,7 +512,6 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
             near = difflib.get_close_matches(name, flags, n=1)
             hint = f": did you mean {near[0]}?" if near else "."
             raise MegacompileError(f"{path}: there is no key {name!r}{hint}")
-    parser.error = _refuse  # rather than a page of usage
     try:
         parsed = parser.parse_args_and_config(["--config", str(path), *given])
     except (ValueError, TypeError) as error:
@@ -532,10 +536,6 @@ def _check_reports(names: Sequence[str]) -> None:
             kind()
     except (ValueError, RuntimeError, ImportError) as error:
         raise MegacompileError(f"report_to: {error}") from error
-
-
-def _refuse(message: str) -> NoReturn:
-    raise MegacompileError(message)
 
 
 def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ from megacompile.errors import MegacompileError
 from megacompile.integrations.evaluation import OutsideModel, as_long_as_others, longest_of, longest_row
 from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
-from megacompile.integrations.transformers import Mixin
+from megacompile.integrations.transformers import Mixin, waits_for_update
 from megacompile.state.checkpoint import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
@@ -769,6 +769,7 @@ class PolicyMixin(BesideReference):
             ("entropy",), temperature=self.temperature, trains_entropy=self._entropy_bonus_enabled
         )
 
+    @waits_for_update
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, which counts steps by it: after so many of them it makes new completions."""
         start = time.perf_counter()
@@ -779,8 +780,6 @@ class PolicyMixin(BesideReference):
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return loss
-
-    training_step.waits = True  # type: ignore[attr-defined]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, by the model of a rollout, or by a server that has the weights."""
