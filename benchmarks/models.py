@@ -87,25 +87,29 @@ def _judge(name: str, dtype: str) -> Result:
 
 _INTRODUCTION = """# Architectures
 
-Made by `python -m benchmarks.models`; small models, CPU backend, three steps with clipping and AdamW beside
-eager PyTorch at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, where
-that is more), and the least feasible. Every causal language model of the installed transformers ({version})
-is tried, with a few of each other kind.
+Look for your model in [what trains](#what-trains) and [what is refused](#what-is-refused). Every causal
+language model of the installed transformers ({version}) is tried, with a few of each other kind;
+[vision-language models](vision-language.md) and [random configurations](fuzz.md) are tried apart.
+`python -m benchmarks.models` makes this page. It keeps results from run to run, so they may be older than
+the code: `--again` makes all of them anew.
 
-*Distance* is to eager PyTorch with the same operators for attention, dropout, the gated delta rule and
-Mamba-2's scan, which are held beside the model's own apart: "bitwise" means that losses, norms and all
-weights after three steps are equal bit for bit (in bf16, where eager has no FP32 masters, that all
-gradients of the first step are); a number is the largest distance of a gradient, in parts of its
-tensor's scale, over the three budgets.
-fp32 must stay within 1e-5 (or be no farther from fp64 than fp32 eager is, plus 1e-5), bf16 no farther
-from fp32 than plain bf16 eager is, plus 1e-2; with fused kernels 5e-4 (fp32) and 1e-2 (bf16) more than
-eager. How far bf16 eager is from fp32 is one draw of rounding errors, and a flip where experts are
-chosen by rounded scores: where that draw does not suffice (marked ~), six runs from weights rounded
-otherwise say it too, by their largest error, or their mean and four standard deviations. *Peak* says
-whether measured bytes equal predicted ones at all budgets. *Kernels* counts what `kernels=True` places.
-Results are kept from run to run, and so may be older than the code: `--again` makes all of them anew.
-[Random configurations](fuzz.md) of these models are tried apart, and so are
-[vision-language models](vision-language.md).
+Each is a small model on the CPU backend. It trains for three steps with clipping and AdamW beside eager
+PyTorch, at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, where that is
+more), and the least feasible.
+
+- *Distance* is to eager PyTorch with the same operators for attention, dropout, the gated delta rule and
+  Mamba-2's scan; other tests compare these with the model's own. "bitwise": losses, norms and all weights
+  after three steps are equal bit for bit (in bf16, where eager has no FP32 masters, all gradients of the
+  first step). A number is the largest distance of a gradient over the three budgets, in parts of its
+  tensor's scale.
+- The rule: fp32 stays within 1e-5 (or is no farther from fp64 than fp32 eager is, plus 1e-5). bf16 is no
+  farther from fp32 than plain bf16 eager is, plus 1e-2. Fused kernels may add 5e-4 (fp32) and 1e-2 (bf16).
+  Where one run of bf16 eager does not suffice to judge (marked ~), six runs from weights rounded otherwise
+  say it too, by their largest error, or their mean and four standard deviations.
+- *Peak* says whether measured bytes equal predicted ones at all budgets.
+- *Kernels* counts what `kernels=True` places.
+
+In all, pairs of a model and a dtype:
 """
 
 

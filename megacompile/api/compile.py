@@ -215,28 +215,29 @@ def compile(
         ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
         ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
         that ``torch.compile`` returned run as they were.
-    hbm_budget: a number of GB (1e9 bytes), or "24GiB", "512MB", "90%", "auto".
+    hbm_budget: the device memory that training may use: a number of GB (1e9 bytes), or "24GiB", "512MB",
+        "90%", "auto" (nine tenths of what is free).
     optimizer: an optimizer over the model's parameters, or a list of several; its param groups and settings
         are read at every step, so a learning-rate scheduler goes on working. AdamW and Adam run as a kernel;
-        of another, the class itself steps over each parameter, on the host. None: AdamW, lr 1e-5.
+        any other class steps itself over each parameter, on the host. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
-        that compute in bfloat16, and are whole in it, are kept in it.
-    host_budget: as ``hbm_budget``, for host memory, of all programs; ``example_batch`` sizes what lies beside
-        the state. None: what this process may use, less a reserve. More bytes than are free are taken with a
-        warning: the memory of some virtual machines grows as it is used.
+        that compute in bfloat16 are kept in it, if it holds their values exactly.
+    host_budget: the host memory that all programs may use, given as ``hbm_budget`` is. None: what this
+        process may use, less a reserve. More bytes than are free are taken with a warning: the memory of some
+        virtual machines grows as it is used.
     loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
-        entries as it needs; the rest is for ``loss_fn``. An attribute ``inputs`` of it names entries of
-        a dict that the forward is not given, though it would take them. A criterion of torch, such as
+        entries as it needs; the rest is for ``loss_fn``. A criterion of torch, such as
         ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``, is called with the outputs and that rest: on a batch
-        ``(x, y)`` it gives ``loss_fn(model(x), y)``. Batches of varying length share programs where it
-        ignores padding: labels of -100, or what ``attention_mask`` hides. It is called on random outputs to
-        find out.
+        ``(x, y)`` it gives ``loss_fn(model(x), y)``. An attribute ``inputs`` of ``loss_fn`` names entries of
+        a dict that only ``loss_fn`` is given. Batches of varying length share programs where it ignores
+        padding: labels of -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
     device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is one.
-    on_nonfinite: "skip" or "raise" an update of which a loss or the gradient is not finite, leaving all state
-        as it was. None: as in plain PyTorch where the gradient is finite; one that is not is an error where
-        updates wait for its norm, or where the loss is not finite either.
+    on_nonfinite: what becomes of an update whose loss or gradient is not finite: "skip" leaves it out,
+        "raise" is an error; both leave all state as it was. None: as in plain PyTorch where the gradient is
+        finite; one that is not is an error where updates wait for its norm, or where the loss is not finite
+        either.
     example_batch: compile for this batch now, or for each kind of batch in a list; otherwise the first batch
         is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
@@ -251,7 +252,7 @@ def compile(
         then as good as eager's, not bitwise the same. Needs a C++ compiler.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
-    weights: gives the value of a parameter that is on the meta device, by its name.
+    weights: a function that returns the value of a parameter on the meta device, by its name.
     offload_dir: a directory on an NVMe drive, or several (striped), for state that ``host_budget`` has no
         room for. Scratch files there belong to this program alone and go with it. Each of several ranks makes
         a folder of its own there.

@@ -470,19 +470,19 @@ class Program:
         return self.model
 
     def lend(self, lending: Lending) -> None:
-        """Let the model be used between calls of this program: each parameter that is touched gets its value,
-        on the host, until the next call takes over what has become of it. One process alone does; to be
-        called before the state is laid out."""
+        """Let other code use the model between calls of this program, as the trainers' callbacks do: each
+        parameter that is touched gets its value, on the host, until the next call takes it back, changed or
+        not. For one process; call it before the first step."""
         self._session.values.lend_by(lending, self._give_up)
 
     def expect_mixing(self) -> None:
-        """Keep frozen weights so that :meth:`mix` can change them; comes before the state is laid out."""
+        """Keep frozen weights so that :meth:`mix` can change them; call it before the first step."""
         self._session.values.expect_mixing()
 
     @alone
     def mix(self, other: Program, share: float) -> None:
-        """Add a share of the weights of another program, whose model has the same ones, to the rest of this
-        one's, frozen ones too: each in its model's dtype, one at a time. One process alone does."""
+        """Mix weights, as a reference that follows a policy does: each becomes ``share`` of the other
+        program's and the rest of its own, frozen ones too, in the model's dtype. For one process."""
         self.synchronize()
         other.synchronize()
         self._session.values.mix(other._session.values, share)
@@ -642,8 +642,8 @@ class Program:
 
     @alone
     def resume(self, folder: str | os.PathLike[str]) -> None:
-        """Let a rollout that comes before the state is laid out have the values of a checkpoint, which
-        :meth:`load` is given afterwards."""
+        """Give a rollout before the first step the values of a checkpoint; give the same one to :meth:`load`
+        afterwards."""
         self._session.values.resume_from(saved_masters(Path(folder)))
 
     @alone
@@ -802,10 +802,10 @@ class Program:
         ``model`` is a copy in eval mode: weights as programs compute with them, on the device, and room for a
         cache of keys and values. Its ``generate`` and its call are the model's own; they take tensors of the
         host and return some. Where the cache of all rows has no room, ``generate`` makes one part of the rows
-        after the other. Where weights have none, those of a block come when it runs, in each forward.
+        after the other. Where all weights have no room, a block's come when it runs, in each forward.
 
-        Updates end before; steps go on after the context, bit for bit as without it, also where it was left
-        by an exception. Inside, the program itself runs nothing. Refused for several ranks.
+        Steps go on after the context, bit for bit as without it, also where an exception left it. Inside, the
+        program itself runs nothing. Refused for several ranks.
         """
         with self._given_back("rollout", Rollout, "use program.generate") as rollout:
             yield rollout.model
@@ -813,12 +813,11 @@ class Program:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight under its name, on the device, as programs compute with it: to hand them to a server.
 
-        Of a model with PEFT's adapters they are those of the model without, under its names, and the adapters
-        are merged into them.
+        PEFT's adapters are merged into them, under the names of the model without adapters.
 
-        They come one by one, whatever the model's size; those that who takes them does not let go have to fit
-        ``hbm_budget`` together. Updates end before, and until the last one was taken the program runs
-        nothing. Refused for several ranks.
+        They come one by one, whatever the model's size; those that the caller keeps have to fit
+        ``hbm_budget`` together. Until the last one was taken the program runs nothing. Refused for several
+        ranks.
         """
         kind = MergedWeights if hasattr(self.model, "get_base_model") else DeviceWeights
         with self._given_back("named_weights", kind, "use program.state_dict") as weights:

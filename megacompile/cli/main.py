@@ -194,6 +194,14 @@ def _completions(text: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
+def _optimizer(text: str) -> str:
+    if text not in OPTIMIZERS and "." not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be one of {', '.join(OPTIMIZERS)}, or module.Class, as lion_pytorch.Lion."
+        )
+    return text
+
+
 def _above_zero(text: str) -> float:
     try:
         value = float(text)
@@ -269,8 +277,8 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     text = "show the details with clipping (the default; its value changes no figure)"
     clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
     clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
-    text = f"whose update the host makes: {', '.join(OPTIMIZERS)} (adamw); muon has the layers' matrices"
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", metavar="NAME", help=text)
+    text = f"whose update the host makes: {', '.join(OPTIMIZERS)} (adamw), or another class as module.Class"
+    add("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
     text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
     add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
     text = "train PEFT's LoRA adapters of this rank; the rest is frozen, a checkpoint in bfloat16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import socket
 from collections.abc import Callable
@@ -300,9 +301,19 @@ def build(name: str, config: Any, lora: Lora | None = None) -> Model:
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of that name over what a model trains. Muon has the matrices between its embedding
-    and its head; AdamW has these two and the rest."""
+    """Make the optimizer of that name over what a model trains: a class of ``torch.optim`` in lower case, or
+    another one by its module and name. Muon has the matrices between its embedding and its head; AdamW has
+    these two and the rest."""
     trained = [p for p in module.parameters() if p.requires_grad]
+    if "." in name:
+        where, _, kind = name.rpartition(".")
+        try:
+            made: torch.optim.Optimizer = getattr(importlib.import_module(where), kind)(trained)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise MegacompileError(
+                f"--optimizer {name} cannot be made of parameters alone: {error}."
+            ) from error
+        return made
     if name != "muon":
         classes = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
         return torch.optim.SGD(trained, momentum=0.9) if name == "sgd" else classes[name](trained)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
+from megacompile.errors import MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling, read_ceilings
 from megacompile.kernels.registry import CALLED, Called, Kernel
@@ -32,7 +33,7 @@ def kernel_delay(call: Call | Op, machine: Machine, *, attends: bool) -> float:
     """Seconds that a function's kernels of ours take beyond nominal ones: those that attend beyond the rates
     of attention or, in recurrences, of products, or the others, which move bytes, beyond the memory's
     bandwidth."""
-    known = machine.chip in CHIPS
+    known = _has_ceilings(machine)
     if not (known or attends):
         return 0.0
     delay = 0.0
@@ -62,10 +63,14 @@ def _nominal_seconds(kernel: KernelWork, machine: Machine) -> float:
     return kernel.amount / nominal
 
 
+def _has_ceilings(machine: Machine) -> bool:
+    return machine.chip in CHIPS and not machine.measured
+
+
 @cache
 def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
     """Bytes, or FLOPs of products, per second of an operator; None where no kernel of it is in the table."""
-    if machine.chip not in CHIPS:
+    if not _has_ceilings(machine):
         return None
     call = CALLED[op]
     if call.part.chunk is not None:
@@ -123,7 +128,13 @@ def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
 
 
 def _rows(call: Called, kernel: Kernel, chip: int) -> list[Ceiling]:
-    return _table()[call.spec.name, kernel.name, chip]
+    rows = _table().get((call.spec.name, kernel.name, chip))
+    if rows is None:
+        raise MegacompileError(
+            f"kernels/ceilings.csv has no row of {kernel.name} on sm_{chip}, so nothing prices it: run "
+            "python -m benchmarks.kernel_gate --update."
+        )
+    return rows
 
 
 def nearest(rows: Iterable[Ceiling], dtype: str, variant: str) -> list[Ceiling]:

@@ -28,9 +28,9 @@ class Machine:
     ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
     which the scratch memory of its kernels depends; None: not a GPU, or not known. ``chip`` is its compute
-    capability (90: 9.0), by which :mod:`~megacompile.hardware.kernel_ceilings` knows how fast our kernels
-    are; None:
-    they move bytes at ``memory_bandwidth`` and attend at attention's rates, as on a GPU that was measured.
+    capability (90: 9.0), which decides what attention runs, and by which
+    :mod:`~megacompile.hardware.kernel_ceilings` knows how fast our kernels are; where it is None, or the
+    machine was ``measured``, they move bytes at ``memory_bandwidth`` and attend at attention's rates.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
     is no such link, or none is known; ``fabric_seconds`` the fixed cost of a collective. The ranks that share
     the weights are on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine.
@@ -55,6 +55,7 @@ class Machine:
     nvme_write_bandwidth: float = 2.5e9
     processors: int | None = None
     chip: int | None = None
+    measured: bool = False
     attention_forward: float | None = None
     attention_backward: float | None = None
     fabric_bandwidth: float | None = None

@@ -139,11 +139,13 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
     sources["attention"] = (
         f"forward {forward / 1e12:.3g} TFLOP/s, deterministic backward {backward / 1e12:.3g} TFLOP/s"
     )
+    properties = torch.cuda.get_device_properties(0)
     return Machine(
         torch.cuda.get_device_name(0), flops, memory,
         min(link.down, 1.1 * link.together), min(link.up, 1.1 * link.together),
         memory, launch_seconds=launch, copy_seconds=10e-6, shared_memory=True,
-        processors=torch.cuda.get_device_properties(0).multi_processor_count,
+        processors=properties.multi_processor_count,
+        chip=10 * properties.major + properties.minor, measured=True,
         attention_forward=forward, attention_backward=backward,
     )  # fmt: skip
 

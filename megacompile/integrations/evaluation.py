@@ -52,6 +52,16 @@ def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]
     return batch if longest == ids.shape[1] and "attention_mask" in batch else pad_batch(batch, longest)
 
 
+def with_rows(batch: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return a batch of ``count`` rows: those of another one, repeated or cut."""
+    rows = len(next(value for value in batch.values() if isinstance(value, Tensor) and value.dim()))
+    chosen = torch.arange(count) % rows
+    return {
+        name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+        for name, value in batch.items()
+    }
+
+
 def longest_rows(data: Any, count: int) -> Any:
     """Return the row of most tokens ``count`` times, where lengths are at hand; else the first rows.
 
@@ -361,10 +371,4 @@ class Evaluation(_Upstream):
 
     def _like_training(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """Micro-batches of the sizes in training, made of the rows of one for evaluation."""
-        rows = len(next(value for value in batch.values() if isinstance(value, Tensor) and value.dim()))
-        chosen = torch.arange(self._rows_of_training()) % rows
-        resized = {
-            name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-            for name, value in batch.items()
-        }
-        return [resized] * self.args.gradient_accumulation_steps
+        return [with_rows(batch, self._rows_of_training())] * self.args.gradient_accumulation_steps

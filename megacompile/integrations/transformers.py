@@ -445,10 +445,7 @@ class Mixin(Saving, Updates, Evaluation):
         self.planned_updates = self._epochs()[1]
         first = {"training": functools.partial(program.prepare, micro, **self._preparation())}
         with _same_draws():
-            later = {
-                name: functools.partial(self._prepare_update, program, samples)
-                for name, samples in self._later_updates()
-            }
+            later = self._later_programs(program, micro)
             if self.args.auto_find_batch_size and self._train_batch_size > 1:
                 try:
                     program.plan_all(first)
@@ -471,6 +468,15 @@ class Mixin(Saving, Updates, Evaluation):
         finally:
             self._stops_planned = False
         return []
+
+    def _later_programs(
+        self, program: Program, micro: list[dict[str, Any]]
+    ) -> dict[str, Callable[[], object]]:
+        """Return, by name, what prepares for later updates, of a training that begins with ``micro``."""
+        return {
+            name: functools.partial(self._prepare_update, program, samples)
+            for name, samples in self._later_updates()
+        }
 
     def _later_updates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Yield, with a name, the micro-batches of updates that may be unlike the first one, as far as they

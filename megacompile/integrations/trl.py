@@ -22,9 +22,15 @@ from megacompile.api.compile import compile
 from megacompile.api.merged_weights import layers_to_merge
 from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
-from megacompile.capture.padding import bucket_length, pad_batch
+from megacompile.capture.padding import IGNORED, bucket_length, pad_batch
 from megacompile.errors import MegacompileError
-from megacompile.integrations.evaluation import OutsideModel, as_long_as_others, longest_of, longest_row
+from megacompile.integrations.evaluation import (
+    OutsideModel,
+    as_long_as_others,
+    longest_of,
+    longest_row,
+    with_rows,
+)
 from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
 from megacompile.integrations.transformers import Mixin, waits_for_update
@@ -127,6 +133,7 @@ __all__ = [
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
+_LONGEST = 64  # texts of most characters, one of which has the most tokens, or nearly
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
 
@@ -801,12 +808,43 @@ class PolicyMixin(BesideReference):
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # upstream gives the prompts, of which completions are not made yet
 
-    def _predict_longest(self, data: Any) -> None:
-        """Nothing: how long completions get is not known."""
+    def _later_programs(
+        self, program: Program, micro: list[dict[str, Any]]
+    ) -> dict[str, Callable[[], object]]:
+        """Return, by name, what plans an update on completions as long as they may get, and what plans their
+        log-probabilities, where upstream asks for these before updates."""
+        outside, args = PolicyModel(self), self.args
+        length = self._longest_prompt(micro) + args.max_completion_length
+        longest = f"completions of {args.max_completion_length} tokens"
+        self._longest_batches = [
+            outside._padded(_lengthened(batch, max(length, batch["input_ids"].shape[1]))) for batch in micro
+        ]
+        calls: dict[str, Callable[[], object]] = {
+            f"training on {longest}": functools.partial(
+                program.prepare, self._longest_batches, **self._preparation()
+            )
+        }
+        misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
+        if misaligned or args.beta or args.use_vllm or isinstance(self, trl.RLOOTrainer):
+            predict = functools.partial(self._predict_completions, args.per_device_train_batch_size)
+            calls[f"log-probabilities of {longest}"] = predict
+        return calls
 
-    def _later_updates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Nothing, as for predictions."""
-        yield from ()
+    def _longest_prompt(self, micro: list[dict[str, Any]]) -> int:
+        """Return the tokens of the longest prompt: of texts the longest ones tell, else micro-batches."""
+        data, prompts = self.train_dataset, []
+        if isinstance(data, Sized) and not getattr(self, "environment_factories", None) and not self._is_vlm:
+            prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-_LONGEST:]
+        known = [len(ids) for ids in self._tokenize_prompts(prompts)[0]] if prompts else []
+        return max(known + [int((batch["labels"] == IGNORED).all(0).cumprod(0).sum()) for batch in micro])
+
+    def _predict_longest(self, data: Any) -> None:
+        self._predict_completions(self.args.eval_batch_size)
+
+    def _predict_completions(self, rows: int) -> None:
+        """Predict so many of the longest completions."""
+        batch = with_rows(self._longest_batches[0], rows)
+        self._programmed().predict(batch, outputs=self._token_outputs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream; of the policy as it is now, and of a reference, by a program."""

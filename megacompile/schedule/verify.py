@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import get_args
 
 from megacompile.errors import ScheduleError
 from megacompile.schedule.op_table import (
@@ -140,8 +141,13 @@ def _check_agreement(step: Step) -> None:
 # accesses are ordered.
 
 
+_GRADIENTS = (HostGrad, Ring, ResidentGrad, PassingGrad)
+_WHOLE = {kind for kind, spec in SPECS.items() if set(_GRADIENTS) & {*get_args(spec.reads), spec.reads}}
+_WHOLE.remove("load_update")  # which reads what momentum made of it
+
+
 def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
-    """norm and adam see every contribution of this step to their group's gradient and no other.
+    """What reads a group's gradient sees every contribution of this step to it and no other.
 
     ``repeated`` are the operations of the step several times over, as what is left over shows in the next.
     """
@@ -153,7 +159,7 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
     if adams and idle:
         raise ScheduleError(f"Groups {idle} get gradients and are never updated: adam is missing.")
     # (push into a buffer that adam awaits, group whose gradient it holds there)
-    held: dict[Token, list[tuple[Op, int]]] = defaultdict(list)
+    held: dict[Token | None, list[tuple[Op, int]]] = defaultdict(list)
     for op in repeated:
         if op.kind in ("push_grad", "push_rows", "push_shard", "add_shard", "accumulate"):
             for token in op.writes:
@@ -162,14 +168,15 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
                 if landed and (isinstance(token, Ring | PassingGrad) or landed[0][1] != group):
                     raise ScheduleError(f"{name(op)} overwrites what {name(landed[0][0])} left for adam.")
                 landed.append((op, group))
-        elif op.kind in ("norm", "adam"):
-            count, wanted = sum(g == op.group for _, g in held[op.reads[0]]), expected.get(op.group, 0)
+        elif op.kind in _WHOLE:
+            gradient = next((token for token in op.reads if isinstance(token, _GRADIENTS)), None)
+            count, wanted = sum(g == op.group for _, g in held[gradient]), expected.get(op.group, 0)
             if count != wanted:
                 raise ScheduleError(
                     f"{name(op)} comes after {count} of {wanted} contributions to its gradient."
                 )
             if op.kind == "adam":
-                held[op.reads[0]] = []
+                held[gradient] = []
 
 
 def check_matrices(step: Step, work: Workload) -> None:

@@ -72,13 +72,18 @@ def saved(folder: Path) -> Any:
 
 
 class Written:
-    """Completions that were written before: of 3 to 8 tokens, others at each call, some without an end."""
+    """Completions that were written before: of 3 to 8 tokens, others at each call, some without an end;
+    after the first call as long as ``later`` says."""
 
-    def __init__(self, eos: int) -> None:
+    def __init__(self, eos: int, later: int = 0) -> None:
         self._eos, self._random = eos, torch.Generator().manual_seed(0)
+        self._later, self._calls = later, 0
 
     def __call__(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         lengths = torch.randint(3, 8, (len(prompt_ids),), generator=self._random)
+        if self._later and self._calls:
+            lengths.fill_(self._later - 1)
+        self._calls += 1
         made = [torch.randint(5, 60, (int(n),), generator=self._random).tolist() for n in lengths]
         return [[*ids, self._eos] if i % 3 else ids for i, ids in enumerate(made)]
 
@@ -91,6 +96,7 @@ def policy(
     model: Any = None,
     peft_config: Any = None,
     budget: str = "20MB",
+    later: int = 0,
     **given: Any,
 ) -> Any:
     config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
@@ -110,7 +116,7 @@ def policy(
         **({"hbm_budget": budget} if kind.__module__.startswith("megacompile") else {}),
     )
     if not samples:
-        written = Written(tokenizer().eos_token_id)
+        written = Written(tokenizer().eos_token_id, later)
         with_logprobs = not isinstance(trainer, trl.RLOOTrainer)
         trainer._generate_single_turn = lambda *a: (written(*a), None) if with_logprobs else written(*a)
     return trainer
@@ -206,18 +212,42 @@ def test_grpo_under_the_least_budget_logs_what_trl_does(tmp_path: Path) -> None:
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    plain, budgets = policy(trl.GRPOTrainer, tmp_path, **given), [1000]
-    while True:  # the first error is of training, the next of what else needs more
-        mine = policy(ours.GRPOTrainer, tmp_path, budget=f"{budgets[-1]}B", **given)
-        try:
-            compare(mine, plain)
-            break
-        except megacompile.BudgetError as error:
-            assert error.least_bytes is not None and error.least_bytes > budgets[-1]
-            budgets.append(error.least_bytes)
-    assert 2 <= len(budgets) <= 3
-    least = budgets[-1]
+    with pytest.raises(megacompile.BudgetError) as refused:
+        policy(ours.GRPOTrainer, tmp_path, budget="1000B", **given).train()
+    mine = policy(ours.GRPOTrainer, tmp_path, budget=f"{refused.value.least_bytes}B", **given)
+    compare(mine, policy(trl.GRPOTrainer, tmp_path, **given))
+    least = mine.program.budget_bytes
     assert 0.9 * least < mine.program.memory.device_peak_bytes <= least
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        pytest.param("GRPOTrainer", "training on completions of 60 tokens", id="GRPO"),
+        pytest.param("RLOOTrainer", "log-probabilities of completions of 60 tokens", id="RLOO"),
+    ],
+)
+def test_completions_as_long_as_they_may_get_are_planned_first(kind: str, more: str, tmp_path: Path) -> None:
+    """The first ones are of 8 tokens at most, all later ones of 60; 16 of these are evaluated at a time."""
+    given: dict[str, Any] = {
+        "max_completion_length": 60,
+        "later": 60,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 16,
+    }
+    trainer = policy(getattr(ours, kind), tmp_path, budget="100kB", **given)
+    with pytest.raises(
+        megacompile.BudgetError, match=r"(training|evaluation).* suffices for all of"
+    ) as refused:
+        trainer.train()
+    assert more in str(refused.value) and "evaluation" in str(refused.value)
+    assert trainer.state.global_step == 0
+    least = refused.value.least_bytes
+    trainer = policy(getattr(ours, kind), tmp_path, budget=f"{least}B", **given)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert 0.9 * least < trainer.program.memory.device_peak_bytes <= least
 
 
 def test_adapters_log_what_trl_does(tmp_path: Path) -> None:

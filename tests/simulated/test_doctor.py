@@ -42,6 +42,9 @@ def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest
     assert threads == update_threads(usable_cores()) and measured.host_bandwidth == 7e9
     assert 16 * parameters == 1 << 30 or 16 * parameters < host_available()
     assert measured.name == torch.cuda.get_device_name() and measured.attention_forward > 0
+    assert (
+        measured.measured and (measured.chip // 10, measured.chip % 10) == torch.cuda.get_device_capability()
+    )
     planned_by = open_backend("cuda", torch.bfloat16).machine
     links = planned_by.fabric_bandwidth  # to other cards, which it does not measure
     assert planned_by == replace(measured, fabric_bandwidth=links)

@@ -383,6 +383,18 @@ def test_the_optimizers_of_plan_are_those_of_torch_that_train(name: str) -> None
     assert name_of(kind) in ELEMENTWISE | {"torch.optim.Adafactor"}
 
 
+def test_an_optimizer_of_another_library_is_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lion keeps one moment; what is no class is refused by name."""
+    asked = ["plan", "--model", config, "--machine", "rtx-4090", *SHAPE, "--json", "--optimizer"]
+    assert main([*asked, "lion_pytorch.Lion"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["host_bytes"]["clipped"]["moments"] == pytest.approx(4 * planned["parameters"], rel=0.01)
+    assert main([*asked, "lion_pytorch.Tiger"]) == 2
+    assert "lion_pytorch.Tiger cannot be made" in capsys.readouterr().err
+    assert main([*asked, "lion"]) == 2
+    assert "must be one of adamw, muon" in capsys.readouterr().err
+
+
 def test_another_optimizer_is_planned_over_several_cards(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,11 +105,11 @@ def test_a_function_is_priced_by_its_kernels_unless_the_machine_was_measured() -
     op = Op("forward", "compute", moved_bytes=2 * 10**9, kernels=(kernel,))
     others = 10**9 / H100.memory_bandwidth
     assert duration(op, H100) == pytest.approx(others + kernel_seconds(kernel, H100))
-    assert duration(op, H100) > duration(op, replace(H100, chip=None)) == pytest.approx(2 * others)
+    assert duration(op, H100) > duration(op, replace(H100, measured=True)) == pytest.approx(2 * others)
     attention = KernelWork("attention", "bfloat16", "128 window", 10**12)
     op = Op("forward", "compute", flops=10**12, attention_flops=(10**12, 0), kernels=(attention,))
     assert duration(op, H100) == pytest.approx(kernel_seconds(attention, H100))
-    measured = replace(H100, chip=None)
+    measured = replace(H100, measured=True)
     assert duration(op, measured) == pytest.approx(10**12 / (H100.attention_forward or 0))
 
 

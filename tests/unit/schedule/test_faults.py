@@ -629,6 +629,15 @@ def test_an_update_of_matrices_has_all_its_stages_in_order() -> None:
     refuse(MATRICES, WORK, "momentum of group 4", "if it has any")
 
 
+def test_momentum_of_a_part_of_a_tied_gradient() -> None:
+    work = replace(TIED_WORK, groups=MATRICES_WORK.groups[: len(TIED_WORK.groups)])
+    step = lower(work, uniform(TIED_WORK, ring=4), Mode("train"))
+    verify(step, work, mode=Mode("train"))
+    last = max(i for i, op in enumerate(step.ops) if op.kind == "push_grad" and op.group == 0)
+    early = moved(step, find(step, "momentum", group=0), last)
+    refuse(waiting_again(early), work, "momentum of group 0", "after 1 of 2 contributions")
+
+
 def test_the_stages_of_an_update_wait_for_each_other() -> None:
     for kind, event in (
         ("load_update", ("momentum", 2)),
