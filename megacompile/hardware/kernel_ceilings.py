@@ -70,7 +70,7 @@ def _has_ceilings(machine: Machine) -> bool:
 @cache
 def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
     """Bytes, or FLOPs of products, per second of an operator; None where no kernel of it is in the table."""
-    if not _has_ceilings(machine):
+    if machine.chip is None or not _has_ceilings(machine):
         return None
     call = CALLED[op]
     if call.part.chunk is not None:
