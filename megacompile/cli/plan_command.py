@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megacompile.api.pipeline import prove
 from megacompile.api.rollout import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
-from megacompile.cli.estimator import (
-    CAUSES,
-    DTYPES,
-    IDLE,
-    Answer,
-    Prediction,
-    Question,
-    Study,
-    compute_parts,
-    waits,
-)
-from megacompile.cli.further_answers import (
+from megacompile.cli.alternatives import (
     Fit,
     Largest,
     Mesh,
@@ -41,6 +30,17 @@ from megacompile.cli.further_answers import (
     size_text,
     sweep,
     ways_out,
+)
+from megacompile.cli.estimator import (
+    CAUSES,
+    DTYPES,
+    IDLE,
+    Answer,
+    Prediction,
+    Question,
+    Study,
+    compute_parts,
+    waits,
 )
 from megacompile.cli.main import folder_of, write_json
 from megacompile.cli.models import Lora, load_model
@@ -710,7 +710,7 @@ def _machine(answer: Answer, extras: Extras) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # What fits, as a command: a question as ``megacompile plan`` takes it, and as whatever trains does.
 #
-# In: parsed options, an answer, and a :class:`~megacompile.cli.further_answers.Fit`. Out: a :class:`Command`.
+# In: parsed options, an answer, and a :class:`~megacompile.cli.alternatives.Fit`. Out: a :class:`Command`.
 
 
 _KEPT = ("model", "lora", "lora_targets", "frozen", "optimizer", "max_grad_norm", "machine", "host_budget",

@@ -16,8 +16,8 @@ from torch import nn
 from megacompile.api.rollout import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.cli import models, plan_command
+from megacompile.cli.alternatives import Largest, _most, estimate_largest, largest
 from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
-from megacompile.cli.further_answers import Largest, _most, estimate_largest, largest
 from megacompile.cli.main import OPTIMIZERS, main
 from megacompile.cli.models import load_model, optimizer_of
 from megacompile.hardware.catalog import load_machine

@@ -1,8 +1,5 @@
-"""Further answers of one study, beside the one that was asked for.
-
-Series of them along an axis; the best mesh, and the best way to cut a batch into micro-batches; the largest
-batch or length that fits; remedies where a step does not fit.
-"""
+"""Alternatives to what ``megacompile plan`` was asked: sweeps along an axis, meshes, ways to cut a batch into
+micro-batches, the largest batch or length that fits, and remedies where a step does not fit."""
 
 from __future__ import annotations
 
