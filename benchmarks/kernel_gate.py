@@ -438,30 +438,30 @@ class Job:
     """A kernel to compile for a chip, by the position of its case: kernels themselves do not pickle."""
 
     arch: int
-    registry: int
+    operator: str
     case: int
     launch: int
     name: str
     variant: int
 
 
-def _record(registry: int, case: int, arch: int) -> list[Launch]:
+def _record(operator: str, case: int, arch: int) -> list[Launch]:
     with recording(arch, chip_processors=CHIPS[arch].processors) as launches:
-        AOT_CASES[registry]()[case][1]()
+        AOT_CASES[operator]()[case][1]()
     return launches
 
 
 def jobs(arch: int) -> list[Job]:
     """Every distinct launch of every registered case on a chip."""
     found = []
-    for registry, make in enumerate(AOT_CASES):
+    for operator, make in sorted(AOT_CASES.items()):
         for case, (name, _) in enumerate(make()):
             seen: dict[str, set[str]] = defaultdict(set)
-            for index, launch in enumerate(_record(registry, case, arch)):
+            for index, launch in enumerate(_record(operator, case, arch)):
                 spec = repr((_specialise(launch), launch.num_warps, launch.num_stages))
                 known = seen[launch.kernel.__name__]
                 if spec not in known:
-                    found.append(Job(arch, registry, case, index, name, len(known)))
+                    found.append(Job(arch, operator, case, index, name, len(known)))
                     known.add(spec)
     return found
 
@@ -517,9 +517,9 @@ def sources() -> str:
         found.update(inspect.getsource(measure).encode())
     found.update(repr(CHIPS).encode())
     for arch in SHARED_LIMIT:
-        for registry, make in enumerate(AOT_CASES):
+        for operator, make in sorted(AOT_CASES.items()):
             for case, (name, _) in enumerate(make()):
-                for one in _record(registry, case, arch):
+                for one in _record(operator, case, arch):
                     found.update(f"{name}\0{_specialise(one)}\0{one.grid}\0{one.options}\0".encode())
     return found.hexdigest()[:16]
 
@@ -550,9 +550,8 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 def compile_job(job: Job) -> tuple[Resources, Ceiling]:
     """Compile one kernel of ours for one chip."""
-    launch = _record(job.registry, job.case, job.arch)[job.launch]
-    module = AOT_CASES[job.registry].__module__.rpartition(".")[2]
-    return compile_launch(launch, job.arch, (module, job.name, launch.kernel.__name__, job.variant))
+    launch = _record(job.operator, job.case, job.arch)[job.launch]
+    return compile_launch(launch, job.arch, (job.operator, job.name, launch.kernel.__name__, job.variant))
 
 
 def compile_launch(launch: Launch, arch: int, head: tuple[str, str, str, int]) -> tuple[Resources, Ceiling]:

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import megacompile
-from megacompile.errors import BudgetExceededError, DeviceLostError, ScheduleError, StorageError
+from megacompile.errors import (
+    BudgetExceededError,
+    DeviceFullError,
+    DeviceLostError,
+    DiskError,
+    ScheduleError,
+    StorageError,
+    UntraceableError,
+)
 from megacompile.report.schedule import Schedule
 from megacompile.runtime.step_results import Memory, StepOutput
 
@@ -27,12 +35,15 @@ CLASSES = (megacompile.Program, StepOutput, Memory, Schedule, megacompile.Plan)
 ERRORS = (
     megacompile.MegacompileError,
     megacompile.CaptureError,
+    UntraceableError,
     megacompile.BudgetError,
     ScheduleError,
     megacompile.ProgramError,
     megacompile.NonFiniteError,
     BudgetExceededError,
+    DeviceFullError,
     DeviceLostError,
+    DiskError,
     StorageError,
 )
 _HEAD = """# Reference

@@ -291,17 +291,23 @@ def row_tile(columns: int, per_thread: int = 16) -> RowTile:
 
 
 AotCase = tuple[str, Callable[[], object]]
-AOT_CASES: list[Callable[[], list[AotCase]]] = []
+AotCases = Callable[[], list[AotCase]]
+AOT_CASES: dict[str, AotCases] = {}
+"""By the operator's name."""
 
 
-def aot_cases(make: Callable[[], list[AotCase]]) -> Callable[[], list[AotCase]]:
-    """Register what the ahead-of-time gate compiles: named calls of launchers on meta tensors.
+def aot_cases(name: str) -> Callable[[AotCases], AotCases]:
+    """Register what the ahead-of-time gate compiles of an operator: named calls of launchers on meta tensors.
 
     The gate records the launches that these calls make, so it compiles what will run and cannot
     drift from it.
     """
-    AOT_CASES.append(make)
-    return make
+
+    def register(make: AotCases) -> AotCases:
+        AOT_CASES[name] = make
+        return make
+
+    return register
 
 
 # ------------------------------------------------------------------------------------------------------------

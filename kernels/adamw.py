@@ -181,7 +181,7 @@ def adamw_(
 declare(OpSpec("adamw_"))
 
 
-@aot_cases
+@aot_cases("adamw_")
 def _aot() -> list[AotCase]:
     constants = Constants.of(1e-4, 0.9, 0.999, 1e-8, 0.1, 3)
 

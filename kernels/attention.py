@@ -176,13 +176,13 @@ def place(heads):
 
 @triton.jit
 def matrix(ptr, batch, batch_stride, head, head_stride):
-    """Where the matrix of one head begins; its offset is int64."""
+    """Return a pointer to the matrix of one head; its offset is int64."""
     return ptr + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
 
 
 @triton.jit
 def within(row, rows, col, COLUMNS: tl.constexpr):
-    """Which of [row, col] exist; columns are compared only where there are fewer than ``col`` counts."""
+    """Return the mask of what exists of [row, col]; columns are compared only where ``col`` counts more."""
     inside = (row < rows)[:, None]
     if col.shape[0] != COLUMNS:
         inside = inside & (col < COLUMNS)[None, :]
@@ -692,7 +692,7 @@ def flash_attention_backward(
     return run(grad, q, k, v, out, lse, _reaching(q, k, rule))
 
 
-@aot_cases
+@aot_cases("attention")
 def _aot() -> list[AotCase]:
     def case(dims: tuple[int, int], rule: Rule, sinks: bool = False, packed: bool = False) -> None:
         q, k, v = (

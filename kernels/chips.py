@@ -58,7 +58,7 @@ CHIPS = {
 class CompiledKernel:
     """A kernel as compiled for a chip; ``variant`` counts the launches of it that one case makes."""
 
-    module: str
+    operator: str
     case: str
     kernel: str
     variant: int
@@ -66,7 +66,7 @@ class CompiledKernel:
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        return self.module, self.case, self.kernel, self.variant, self.arch
+        return self.operator, self.case, self.kernel, self.variant, self.arch
 
 
 @dataclass(frozen=True, order=True)
@@ -172,7 +172,7 @@ def slow(rows: Sequence[Ceiling]) -> list[str]:
     chip's instruction."""
     found = []
     for row in rows:
-        name = f"{row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        name = f"{row.operator}/{row.case}/{row.kernel} sm_{row.arch}"
         key = row.case.split()[0], row.kernel, row.arch
         if row.spills:
             found.append(f"{name}: spills in its hot loop, {row.spills} loads and stores")
@@ -189,12 +189,12 @@ def faults(rows: Sequence[Resources]) -> list[str]:
     """List rows that no table excuses: spills, too much shared memory, no 16-byte load."""
     found = []
     for row in rows:
-        name = f"{row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        name = f"{row.operator}/{row.case}/{row.kernel} sm_{row.arch}"
         if row.local > SPILLS.get((row.case, row.kernel, row.arch), 0):
             found.append(f"{name}: {row.local} bytes of local memory per thread (spills)")
         if row.shared > SHARED_LIMIT[row.arch]:
             found.append(f"{name}: {row.shared} bytes of shared memory > {SHARED_LIMIT[row.arch]}")
-        if row.load < NARROW.get((row.module, row.case, row.kernel), 16):
+        if row.load < NARROW.get((row.operator, row.case, row.kernel), 16):
             found.append(f"{name}: widest load is {row.load} bytes")
     return found
 
@@ -250,7 +250,7 @@ def worse(old: Sequence[Ceiling], new: Sequence[Ceiling]) -> list[str]:
     lines = []
     for row in new:
         past = before.get(row.key, row)
-        name = f"worse: {row.module}/{row.case}/{row.kernel} sm_{row.arch}"
+        name = f"worse: {row.operator}/{row.case}/{row.kernel} sm_{row.arch}"
         if row.executed > past.executed:
             lines.append(f"{name}: executes {row.executed} of the products needed, {past.executed} before")
         if row.rate < past.rate:

@@ -28,8 +28,18 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
-from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.registry import (
+    Arguments,
+    Cost,
+    Kernel,
+    Operation,
+    OpPass,
+    OpSpec,
+    RecurrenceChunk,
+    Shape,
+    declare,
+    normal,
+)
 
 # ------------------------------------------------------------------------------------------------------------
 # The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
@@ -335,7 +345,7 @@ def unit_inverse(lower, CHUNK: tl.constexpr, ACC: tl.constexpr, TYPE: tl.constex
 
 @triton.jit
 def row_norm(squares, NORMALISED: tl.constexpr):
-    """What the rows are multiplied by whose sums of squares these are."""
+    """Return the factors that give rows of these sums of squares length one, or ones."""
     return 1.0 / tl.sqrt(squares + 1e-6) if NORMALISED else tl.full(squares.shape, 1.0, squares.dtype)
 
 
@@ -1092,7 +1102,7 @@ def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Argument
 
 
 def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
-    return tuple(Kernel("gated_delta", f"gated_delta_{name}_kernel", each) for name, each in products.items())
+    return tuple(Kernel(f"gated_delta_{name}_kernel", each) for name, each in products.items())
 
 
 def _chunk_flops(width: int, inner: int) -> int:
@@ -1167,7 +1177,7 @@ declare(
 )
 
 
-@aot_cases
+@aot_cases("gated_delta_rule")
 def _aot() -> list[AotCase]:
     def case(groups: int, heads: int, width: int, inner: int) -> None:
         q = torch.empty((2, 4096, groups, width), dtype=torch.bfloat16, device="meta")

@@ -28,8 +28,17 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import (
+    Arguments,
+    Cost,
+    Kernel,
+    Operation,
+    OpPass,
+    OpSpec,
+    Shape,
+    declare,
+    normal,
+)
 
 # ------------------------------------------------------------------------------------------------------------
 # Cross-entropy of logits that come in vocabulary tiles, one loss per token.
@@ -240,7 +249,7 @@ def _capped(z: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
-@aot_cases
+@aot_cases("linear_cross_entropy")
 def _aot() -> list[AotCase]:
     def case(columns: int, dtype: torch.dtype, terms: LossTerms) -> None:
         logits = torch.empty((4096, columns), dtype=dtype, device="meta")
@@ -471,9 +480,7 @@ def _inputs(s: Shape, g: torch.Generator) -> list[Tensor]:
     return [normal(g, s[0], s[1]), normal(g, s[2], s[1], scale=s[1] ** -0.5), labels]
 
 
-_FORWARD, _BACKWARD = (
-    Kernel("linear_cross_entropy", f"{name}_kernel") for name in ("accumulate", "gradient")
-)
+_FORWARD, _BACKWARD = (Kernel(f"{name}_kernel") for name in ("accumulate", "gradient"))
 declare(
     OpSpec(
         "linear_cross_entropy",

@@ -28,9 +28,19 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
-from megacompile.kernels.benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.gated_delta import load_tile
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.registry import (
+    Arguments,
+    Cost,
+    Kernel,
+    Operation,
+    OpPass,
+    OpSpec,
+    RecurrenceChunk,
+    Shape,
+    declare,
+    normal,
+)
 
 # ------------------------------------------------------------------------------------------------------------
 # The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
@@ -312,14 +322,14 @@ def columns_of(V_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def state_of(ptr, span, states_span, head, heads, group, batch, DIM: tl.constexpr, V_DIM: tl.constexpr):
-    """Where a head's state of a span is."""
+    """Return a pointer to a head's state of a span."""
     first = (batch.to(tl.int64) * heads + head // group * group) * DIM + head % group
     return ptr + span.to(tl.int64) * states_span + first * V_DIM
 
 
 @triton.jit
 def factors_of(ptr, line, chunk, tokens, CHUNK: tl.constexpr):
-    """Where a head's ``factors`` of a chunk's tokens are."""
+    """Return pointers to a head's ``factors`` of a chunk's tokens."""
     number = line.to(tl.int64) * tl.cdiv(tokens, CHUNK) + chunk
     return ptr + number * (3 * CHUNK) + tl.arange(0, CHUNK)
 
@@ -690,7 +700,7 @@ def mamba2_backward_groups_kernel(
 
 @triton.jit
 def load_sums(ptr, line, chunk, chunks, CHUNK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of a chunk's tokens, over blocks of columns."""
+    """Load the sums of a chunk's tokens over blocks of columns."""
     ptr += (line.to(tl.int64) * chunks + chunk) * (BLOCKS * CHUNK) + tl.arange(0, CHUNK)
     total = tl.load(ptr)
     for block in tl.static_range(1, BLOCKS):
@@ -1111,7 +1121,7 @@ _HEADS = 16
 
 
 def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
-    return tuple(Kernel("mamba2", f"mamba2_{name}_kernel", each) for name, each in products.items())
+    return tuple(Kernel(f"mamba2_{name}_kernel", each) for name, each in products.items())
 
 
 def _chunk_flops(width: int, inner: int) -> int:
@@ -1188,7 +1198,7 @@ declare(
 )
 
 
-@aot_cases
+@aot_cases("mamba2_chunk_scan")
 def _aot() -> list[AotCase]:
     def case(heads: int, width: int, groups: int, inner: int) -> None:
         x = torch.empty((1, 4096, heads, width), dtype=torch.bfloat16, device="meta")

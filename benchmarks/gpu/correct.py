@@ -13,9 +13,8 @@ import megacompile
 import megacompile.capture.sdpa  # registers the operator
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
-from megacompile.bench.kernel_bench import OURS, check
-from megacompile.bench.kernel_cases import OPERATIONS
-from megacompile.kernels.benchmark import Operation
+from megacompile.bench.kernel_bench import OPERATIONS, OURS, check
+from megacompile.kernels.registry import Operation
 from megacompile.units import parse_bytes
 
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -11,8 +11,7 @@ import torch
 from benchmarks.gpu.campaign import environment
 from benchmarks.gpu.findings import Recorder
 from megacompile.bench import kernel_bench
-from megacompile.bench.kernel_bench import OURS, Bench, providers
-from megacompile.bench.kernel_cases import OPERATIONS, inputs_of
+from megacompile.bench.kernel_bench import OPERATIONS, OURS, Bench, inputs_of, providers
 from megacompile.kernels.registry import SPECS
 
 _CLASSES = 16384  # of a vocabulary where kernels are compiled ahead
@@ -94,7 +93,7 @@ def slowest(to: Recorder, count: int = 3) -> None:
 _OURS = "regex:^(accumulate|attention|clamped|decode|gated|glu|gradient|layer|mamba2|qk|rms|rope).*_kernel$"
 _ONCE = """
 import torch
-from megacompile.bench.kernel_cases import OPERATIONS, inputs_of
+from megacompile.bench.kernel_bench import OPERATIONS, inputs_of
 from megacompile.bench.kernel_bench import _all_results
 from megacompile.bench.kernel_bench import OURS
 operation = OPERATIONS["{name}"]

@@ -12,7 +12,7 @@ from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError
 from megacompile.kernels import _triton
-from megacompile.runtime.bound_step import BoundStep
+from megacompile.runtime.block_calls import BoundStep
 from megacompile.runtime.device import Device
 from megacompile.runtime.triton_check import compile_kernels, launches_of
 from megacompile.schedule.plan import Plan

@@ -30,7 +30,7 @@ from megacompile.capture.loss_cut import LossCut
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, MegacompileError, ProgramError
 from megacompile.graph.captured import OutputsFn
-from megacompile.runtime.bound_step import BoundStep
+from megacompile.runtime.block_calls import BoundStep
 from megacompile.runtime.call_context import exclusive, naming_failures, refuse_autocast, whole_step
 from megacompile.runtime.device import Device
 from megacompile.runtime.executor import Runtime

@@ -22,14 +22,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacompile.bench.kernel_cases import OPERATIONS, gradients_like, inputs_of
+import megacompile.capture.quantized_weights
+import megacompile.capture.sdpa  # noqa: F401  # they declare operators
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json, to_plain
-from megacompile.kernels.benchmark import Cost, Function, Operation, Shape
 from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
-from megacompile.kernels.registry import CALLED
+from megacompile.kernels.registry import CALLED, SPECS, Cost, Function, Operation, Shape, normal
 from megacompile.runtime.call_context import first_line
+
+# ------------------------------------------------------------------------------------------------------------
+# Bench: the operations of all operators, their inputs and gradients.
+
+
+OPERATIONS = {operation.name: operation for _, spec in sorted(SPECS.items()) for operation in spec.benchmarks}
+
+
+def inputs_of(operation: Operation, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Fresh leaves of a shape, with the same values at each call."""
+    made = operation.make(shape, torch.Generator(device).manual_seed(0))
+    moved = [x.to(device, dtype if x.is_floating_point() else x.dtype) for x in made]
+    return [x.detach().requires_grad_(i < operation.trained) for i, x in enumerate(moved)]
+
+
+def gradients_like(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """A random gradient of each output, with the same values at each call."""
+    generator = torch.Generator(outputs[0].device).manual_seed(1)
+    return [normal(generator, *o.shape).to(o.dtype) for o in outputs]
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Bench: times on a GPU, and what this GPU can do at most.
@@ -625,7 +645,7 @@ def ceilings() -> str:
     spilled = {row.key: f", {row.local} B spilled" for row in read_table() if row.local}
     for row in read_ceilings():
         more = f", executes {row.executed:.2f}" if row.executed > 1 else ""
-        cells[row.kernel, row.case, row.variant, row.module][row.arch] = (
+        cells[row.kernel, row.case, row.variant, row.operator][row.arch] = (
             row.text + more + spilled.get(row.key, "")
         )
     for (kernel, case, *_), found in cells.items():

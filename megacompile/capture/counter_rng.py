@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.kernels import uniform as kernel
+from megacompile.kernels import random_numbers
 from megacompile.kernels._triton import runs_triton
-from megacompile.kernels.dropout import dropout_mask, dropout_triton
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, called, declare
 
 # ------------------------------------------------------------------------------------------------------------
@@ -28,8 +27,8 @@ def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
     The operator is linear in ``x``, hence its own backward.
     """
     if runs_triton(x):
-        return dropout_triton(x, rng, site, p)
-    keep = dropout_mask(rng, site, x.shape, p, x.device)
+        return random_numbers.dropout_triton(x, rng, site, p)
+    keep = random_numbers.dropout_mask(rng, site, x.shape, p, x.device)
     return torch.where(keep, x * (1.0 / (1.0 - p)) if p < 1.0 else x, torch.zeros((), dtype=x.dtype))
 
 
@@ -49,7 +48,7 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
 
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
-declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout", "dropout_kernel"),)), draws=(1, 2)))
+declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout_kernel"),)), draws=(1, 2)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def uniform(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) ->
 
     ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
     """
-    return kernel.uniform(rng, shape, dtype, site)
+    return random_numbers.uniform(rng, shape, dtype, site)
 
 
 @uniform.register_fake
@@ -79,7 +78,7 @@ def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tenso
     return torch.empty(shape, dtype=dtype, device=rng.device)
 
 
-declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform", "uniform_kernel"),)), draws=(0, 3)))
+declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform_kernel"),)), draws=(0, 3)))
 
 
 def site_of(target: Any, args: Sequence[Any]) -> tuple[int, int] | None:
@@ -198,7 +197,7 @@ def _write(graph: fx.Graph, replaced: fx.Node, target: Any, *args: Any, **kwargs
 
 
 def _rand(one: Draw) -> Any:
-    return one.uniform(one.value.dtype) if one.value.dtype in kernel.BITS else None
+    return one.uniform(one.value.dtype) if one.value.dtype in random_numbers.BITS else None
 
 
 def _uniform(one: Draw) -> Any:

@@ -4,7 +4,7 @@ torchao's, as adapters are trained over.
 A program keeps such a weight as one tensor of bytes: a frozen parameter of uint8, which is stored and
 streamed as it is. Its decoding is part of the graph, so a block derives the weight on the device where it
 reads it, and again in its backward. bitsandbytes' codes are decoded by an operator each
-(:mod:`~megacompile.kernels.decode_4bit`, :mod:`~megacompile.kernels.decode_8bit`). A subclass is put together
+(:mod:`~megacompile.kernels.decode`). A subclass is put together
 again from the tensors that it holds, and computes by its own code, whose operators are traced. Neither
 library is ever imported: a model that has its weights did.
 """
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacompile.kernels import decode_4bit as in_blocks
-from megacompile.kernels import decode_8bit as in_rows
+from megacompile.kernels import decode
 from megacompile.kernels.registry import OpSpec, declare
 
 _CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
@@ -60,7 +59,7 @@ class WeightCoding(Protocol):
 @torch.library.custom_op("megacompile::decode_4bit", mutates_args=())
 def decode_4bit(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     """Decode a weight of 4-bit codes; it has no gradient."""
-    return in_blocks.decode_weight(stored, shape, block, dtype)
+    return decode.decode_weight(stored, shape, block, dtype)
 
 
 @decode_4bit.register_fake
@@ -71,7 +70,7 @@ def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tenso
 @torch.library.custom_op("megacompile::decode_8bit", mutates_args=())
 def decode_8bit(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Decode a weight of 8-bit codes; it has no gradient."""
-    return in_rows.decode_rows(stored, shape, dtype)
+    return decode.decode_rows(stored, shape, dtype)
 
 
 @decode_8bit.register_fake
@@ -79,8 +78,8 @@ def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
-declare(OpSpec("decode_4bit", benchmarks=(in_blocks.BENCHMARK,)))
-declare(OpSpec("decode_8bit", benchmarks=(in_rows.BENCHMARK,)))
+declare(OpSpec("decode_4bit", benchmarks=(decode.BENCHMARK_4BIT,)))
+declare(OpSpec("decode_8bit", benchmarks=(decode.BENCHMARK_8BIT,)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ class BlockCoding:
     @property
     def nbytes(self) -> int:
         """Return the bytes of its book, its scales and its codes."""
-        return in_blocks.stored_bytes(prod(self.shape), self.block)
+        return decode.stored_4bit_bytes(prod(self.shape), self.block)
 
     def stored(self, parameter: Tensor) -> Tensor:
         """Return its book, its scales and its codes."""
@@ -113,7 +112,7 @@ class BlockCoding:
         is as it was loaded again, but for that.
         """
         state = vars(parameter)["quant_state"]
-        parts = in_blocks.parts(stored, prod(self.shape), self.block)
+        parts = decode.parts_4bit(stored, prod(self.shape), self.block)
         book, scales, codes = (x.clone() for x in parts)
         _hold(
             parameter, codes.view(vars(parameter)["quant_storage"]).view(-1, 1)
@@ -122,7 +121,7 @@ class BlockCoding:
             state.dtype, state.packing_format_for_cpu = state.original_dtype, False
         elif torch.equal(_scales(state).float(), scales) and torch.equal(state.code, book):
             return
-        state.absmax, state.code, state.state2, state.offset, state.nested = scales, book, None, None, False
+        vars(state).update(absmax=scales, code=book, state2=None, offset=None, nested=False)
 
     def empty(self, parameter: Tensor) -> None:
         """Leave its codes zeros."""
@@ -153,7 +152,7 @@ class RowCoding:
     @property
     def nbytes(self) -> int:
         """Return the bytes of its scales and its codes."""
-        return in_rows.stored_bytes(*self.shape)
+        return decode.stored_8bit_bytes(*self.shape)
 
     def stored(self, parameter: Tensor) -> Tensor:
         """Return its scales and its codes."""
@@ -164,7 +163,7 @@ class RowCoding:
     def set(self, parameter: Tensor, stored: Tensor) -> None:
         """Make a weight hold these."""
         _settle(parameter)
-        vars(parameter)["SCB"], codes = (x.clone() for x in in_rows.parts(stored, self.shape[0]))
+        vars(parameter)["SCB"], codes = (x.clone() for x in decode.parts_8bit(stored, self.shape[0]))
         _hold(parameter, codes)
         vars(parameter)["CB"] = parameter.data
 

@@ -22,8 +22,19 @@ from megacompile.kernels.attention import (
     sink_gradient,
     supports,
 )
-from megacompile.kernels.benchmark import Cost, Costs, Function, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import (
+    Arguments,
+    Cost,
+    Costs,
+    Function,
+    Kernel,
+    Operation,
+    OpPass,
+    OpSpec,
+    Shape,
+    declare,
+    normal,
+)
 
 # ------------------------------------------------------------------------------------------------------------
 # Which implementation of attention runs a call, torch's own behind one interface, the plain softmax.
@@ -846,14 +857,14 @@ _SIZES = "batch", "heads", "groups", "tokens", "width"
 declare(
     OpSpec(
         "attention",
-        OpPass(attention_flops, kernels=(Kernel("attention", "attention_forward_kernel", (1.0,)),)),
+        OpPass(attention_flops, kernels=(Kernel("attention_forward_kernel", (1.0,)),)),
         OpPass(
             attention_backward_flops,
             lambda given: 3 if _runs_kernels(given) else 9,
             kernels=(
-                Kernel("attention", "attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
-                Kernel("attention", "attention_backward_kv_kernel", (0.8,)),  # scores, gradient, dk, dv
-                Kernel("attention", "attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
+                Kernel("attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
+                Kernel("attention_backward_kv_kernel", (0.8,)),  # scores, gradient, dk, dv
+                Kernel("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
             ),
         ),
         variant=_variant,

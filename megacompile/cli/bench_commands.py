@@ -100,7 +100,7 @@ def _targets(plan: str) -> list[Any]:
 
 def _work(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[int, ...], torch.dtype]]:
     """(operation, shape, dtype) of everything that is asked for."""
-    from megacompile.bench.kernel_cases import OPERATIONS
+    from megacompile.bench.kernel_bench import OPERATIONS
 
     names = options.op or list(OPERATIONS)
     unknown = [name for name in names if name not in OPERATIONS]

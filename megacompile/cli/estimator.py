@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.api.pipeline import Compiled
-from megacompile.bench.kernel_bench import operation_of
-from megacompile.bench.kernel_cases import OPERATIONS, inputs_of
+from megacompile.bench.kernel_bench import OPERATIONS, inputs_of, operation_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.capture.batch import read_batch
 from megacompile.cli.models import Model, optimizer_of
@@ -28,8 +27,7 @@ from megacompile.hardware.kernel_ceilings import kernel_seconds
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import attention_delay, duration, traffic_seconds
 from megacompile.kernels._triton import Gpu
-from megacompile.kernels.benchmark import Shape
-from megacompile.kernels.registry import CALLED
+from megacompile.kernels.registry import CALLED, Shape
 from megacompile.passes import lower_memory
 from megacompile.planner.bounds import Bound, lower_bound
 from megacompile.planner.device_state_fill import with_state
@@ -90,7 +88,7 @@ def map_calls(work: Workload, change: Callable[[Call, int], Call]) -> Workload:
 #
 # In:  the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as
 # fast as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager
-# form in :mod:`~megacompile.bench.kernel_cases`, traced on fake tensors: what its operators read and write at
+# form in :mod:`~megacompile.bench.kernel_bench`, traced on fake tensors: what its operators read and write at
 # the memory's bandwidth, and its products; for attention without softcap torch's own kernels, at the rates of
 # the machine. Launches count on neither side.
 

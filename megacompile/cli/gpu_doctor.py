@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.bench.kernel_bench import OURS, check
-from megacompile.bench.kernel_cases import OPERATIONS
+from megacompile.bench.kernel_bench import OPERATIONS, OURS, check
 from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.kernels.adamw import adamw_
 from megacompile.state.adam import AdamHyper, adamw_step

@@ -8,14 +8,14 @@ import difflib
 import json
 import math
 import os
+import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from megacompile.cli.image_rows import NamedRows, has_images, named_images, placed, with_files
 from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
@@ -23,6 +23,7 @@ from megacompile.units import format_bytes, format_hours, format_seconds
 
 if TYPE_CHECKING:
     from megacompile.report.schedule import Schedule
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Rows of chats as people have them, ShareGPT's and Alpaca's, as the messages that chat templates take.
@@ -55,7 +56,7 @@ def as_messages(data: Any, text: str = "text", folder: Path = Path()) -> Any:
             f"data: its columns are {', '.join(sorted(names))}: rename them to messages, conversations, "
             f"instruction and output, prompt and completion, chosen and rejected, or {text}."
         )
-    if has_images(data):
+    if _has_images(data):
         return _with_images(data, read, folder)
     if read is None or "chosen" in names:
         return data
@@ -92,15 +93,15 @@ def _with_images(data: Any, read: _Reader | None, folder: Path) -> Any:
 
     def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         turns = _turns(read or (lambda row: list(row["prompt"])), row, index + 1)
-        messages, images = placed(turns, named_images(row), index + 1)
+        messages, images = _placed(turns, _named_images(row), index + 1)
         if read is not None:
             return {"messages": messages, "images": images}
-        completion, _ = placed(row["completion"], (), index + 1)
+        completion, _ = _placed(row["completion"], (), index + 1)
         return {"prompt": messages, "completion": completion, "images": images}
 
     made = data.map(chat, with_indices=True, remove_columns=data.column_names)
     files = isinstance(made, Dataset) and getattr(made.features["images"].feature, "dtype", "") == "string"
-    return with_files(made, folder) if files else made
+    return _with_files(made, folder) if files else made
 
 
 def _check_said(turn: Mapping[str, Any], row: int) -> None:
@@ -131,6 +132,140 @@ def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
 def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
     asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] or ""}]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rows of chats with images: where in the text each image belongs, and that all files are there.
+#
+# In: a table of rows as people have them. Out: one as TRL takes it, with ``messages`` (or ``prompt`` and
+# ``completion``) of parts and a column ``images``, which are read when a batch is made. An image belongs
+# where a part of the type image stands or the text says ``<image>``; where nothing says so, before what the
+# user says first.
+
+
+_Turn = Mapping[str, Any]
+_CHATS = ("messages", "conversations", "prompt")
+_PLACE = re.compile(r"\n?<image>\n?")  # a line of its own goes with it
+_NAMED = ("image", "path", "url")  # keys of a part that names its image
+
+
+def _has_images(data: Any) -> bool:
+    """Return whether rows name images, in a column of their own or in what is said."""
+    from datasets import Dataset
+
+    names = set(data.column_names or ())
+    if names & {"image", "images"}:
+        return True
+    chats = [name for name in _CHATS if name in names]
+    if not chats or not isinstance(data, Dataset) or not _has_parts(data[0][chats[0]]):
+        return False
+    return any(_is_no_text(part) for row in data for turn in row[chats[0]] for part in turn["content"] or ())
+
+
+def _has_parts(turns: Any) -> bool:
+    return isinstance(turns, list) and any(isinstance(turn.get("content"), list) for turn in turns)
+
+
+def _is_no_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") != "text"
+
+
+def _named_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row's own column."""
+    value = row.get("images", row.get("image"))
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _placed(
+    turns: Sequence[_Turn], images: Sequence[Any], row: int
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return turns of parts, and all images in their order; ``images`` are those that no part names."""
+    split = [{**turn, "content": _parts(turn["content"])} for turn in turns]
+    for part in (part for turn in split for part in turn["content"]):
+        if part.get("type") not in ("text", "image"):
+            raise MegacompileError(
+                f"data: row {row} has a part of the type {part.get('type')!r}: give text, and image, which "
+                "names its file as path."
+            )
+    places = [part for turn in split for part in turn["content"] if part["type"] == "image"]
+    user = next((turn for turn in split if turn["role"] == "user"), None)
+    if images and not places and user is not None:
+        places = [{"type": "image", "text": None} for _ in images]
+        user["content"] = [*places, *user["content"]]
+    own = [next((part[key] for key in _NAMED if part.get(key) is not None), None) for part in places]
+    if own.count(None) != len(images):
+        raise MegacompileError(
+            f"data: row {row} has {len(images)} images, and {own.count(None)} places for them: write <image> "
+            "once for each where it belongs, or nowhere, which puts all before what the user says first."
+        )
+    rest = iter(images)
+    ordered = [next(rest) if image is None else image for image in own]
+    for turn in split:
+        turn["content"] = [{"type": p["type"], "text": p.get("text")} for p in turn["content"]]
+    return split, ordered
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return [dict(part) for part in content]
+    parts: list[dict[str, Any]] = []
+    for i, text in enumerate(_PLACE.split(content or "")):
+        parts += [{"type": "image", "text": None}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _with_files(data: Any, folder: Path) -> Any:
+    """The table whose column ``images`` names files, relative to ``folder``, with images that are read from
+    these; raises MegacompileError for the first row of which one is none."""
+    from datasets import Image, List
+
+    for number, paths in enumerate(data["images"], 1):
+        _check_files(paths, folder, number)
+    found = data.map(_absolute, fn_kwargs={"folder": str(folder.absolute())})
+    return found.cast_column("images", List(Image()))
+
+
+def _absolute(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    return {"images": [str(Path(folder) / path) for path in row["images"]]}
+
+
+def _check_files(paths: Iterable[str], folder: Path, row: int) -> None:
+    from PIL import Image
+
+    for path in paths:
+        file = folder / path
+        if not file.is_file():
+            raise MegacompileError(
+                f"data: row {row} names the image {path}, and {file} is no file: paths start from the folder "
+                "of the data."
+            )
+        try:
+            Image.open(file).close()
+        except OSError as error:
+            raise MegacompileError(
+                f"data: row {row}: {file} is no image that can be read: {error}."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _NamedRows:
+    """A collator of rows with images that names the files of those that cannot be made a batch."""
+
+    collate: Callable[[list[Any]], Any]
+
+    @property
+    def processor(self) -> Any:
+        """The processor of the collator."""
+        return getattr(self.collate, "processor", None)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        names = [getattr(image, "filename", "") for row in rows for image in _named_images(row)]
+        try:
+            return self.collate(rows)
+        except ValueError as error:  # of the processor, as where max_length cuts off a part of an image
+            text = f"data: a batch with {', '.join(map(str, names)) or 'no image'} cannot be made: {error}"
+            raise MegacompileError(text) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -188,8 +323,8 @@ def run_train(options: argparse.Namespace) -> int:
     try:
         import trl
 
-        from megacompile.cli.resume import Resume
         from megacompile.integrations.progress import Logbook, write_report
+        from megacompile.integrations.trainer_checkpoints import Resume
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, Path(options.config), options.overrides)
@@ -319,7 +454,7 @@ def _collator_of_images(trainer: Any) -> Any:
     that fills batches up to few shapes."""
     from megacompile.integrations.image_buckets import BucketCollator, measure
 
-    collator, rows = NamedRows(trainer.data_collator), trainer.args.per_device_train_batch_size
+    collator, rows = _NamedRows(trainer.data_collator), trainer.args.per_device_train_batch_size
     if "image_grid_thw" not in getattr(collator.processor, "model_input_names", ()):
         return collator
     data = [of for of in (trainer.train_dataset, trainer.eval_dataset) if of is not None]
@@ -362,7 +497,12 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     if "use_cpu" not in keys and "--use_cpu" not in given and not torch.cuda.is_available():
         given += ["--use_cpu", "True"]
     kinds = (TrainConfig, trl.ScriptArguments, training, trl.ModelConfig, trl.DatasetMixtureConfig)
-    parser = trl.TrlParser(kinds)
+
+    class Parser(trl.TrlParser):
+        def error(self, message: str) -> NoReturn:  # rather than a page of usage
+            raise MegacompileError(message)
+
+    parser = Parser(kinds)
     flags = {flag.removeprefix("--") for flag in parser._option_string_actions} | {"env"}
     names = [str(key) for key in keys] + [
         flag.removeprefix("--").split("=")[0] for flag in given if flag[:2] == "--"
@@ -372,7 +512,6 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
             near = difflib.get_close_matches(name, flags, n=1)
             hint = f": did you mean {near[0]}?" if near else "."
             raise MegacompileError(f"{path}: there is no key {name!r}{hint}")
-    parser.error = _refuse  # rather than a page of usage
     try:
         parsed = parser.parse_args_and_config(["--config", str(path), *given])
     except (ValueError, TypeError) as error:
@@ -397,10 +536,6 @@ def _check_reports(names: Sequence[str]) -> None:
             kind()
     except (ValueError, RuntimeError, ImportError) as error:
         raise MegacompileError(f"report_to: {error}") from error
-
-
-def _refuse(message: str) -> NoReturn:
-    raise MegacompileError(message)
 
 
 def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple[Any, Any]:

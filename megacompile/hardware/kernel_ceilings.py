@@ -18,13 +18,13 @@ from functools import cache
 from megacompile.errors import MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling, read_ceilings
-from megacompile.kernels.registry import CALLED, Called, Kernel, OpPass
+from megacompile.kernels.registry import CALLED, Called, Kernel
 from megacompile.schedule.step import Op
 from megacompile.schedule.workload import Call, KernelWork
 
 # What attention reaches of a ceiling: causal, heads 128 wide, an H100 reached 426 and 484 of 989 TFLOP/s at
-# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/kernels.md). Other chips were not timed, nor
-# were recurrences, of which it is assumed.
+# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/architecture/kernels.md). Other chips were
+# not timed, nor were recurrences, of which it is assumed.
 REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES = 0.46, 0.42, 0.27
 _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
@@ -70,14 +70,14 @@ def _has_ceilings(machine: Machine) -> bool:
 @cache
 def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
     """Bytes, or FLOPs of products, per second of an operator; None where no kernel of it is in the table."""
-    if not _has_ceilings(machine):
+    if machine.chip is None or not _has_ceilings(machine):
         return None
     call = CALLED[op]
     if call.part.chunk is not None:
-        return _recurrence_rate(call.part, dtype, variant, machine)
+        return _recurrence_rate(call, dtype, variant, machine)
     if call.spec.runs_kernels is not None:
         return _attention_rate(call, dtype, variant, machine)
-    rows = (row for k in call.part.kernels for row in nearest(_rows(k, machine.chip), dtype, variant))
+    rows = (r for k in call.part.kernels for r in nearest(_rows(call, k, machine.chip), dtype, variant))
     return min((_bytes_rate(row, machine) for row in rows), default=None)
 
 
@@ -96,21 +96,21 @@ def _attention_rate(call: Called, dtype: str, variant: str, machine: Machine) ->
     more = (machine.processors or chip.processors) / chip.processors
     seconds = 0.0
     for kernel in call.part.kernels:
-        rows = nearest(_rows(kernel, machine.chip), dtype, variant)
+        rows = nearest(_rows(call, kernel, machine.chip), dtype, variant)
         if len(rows) == len(kernel.products):
             seconds += sum(p / (row.rate * 1e12) for p, row in zip(kernel.products, rows, strict=True))
     return (REACHED if call.part is call.spec.forward else REACHED_BACKWARD) * more / seconds
 
 
-def _recurrence_rate(part: OpPass, dtype: str, variant: str, machine: Machine) -> float:
+def _recurrence_rate(call: Called, dtype: str, variant: str, machine: Machine) -> float:
     """FLOPs of the formula per second, of a chunk: of the kernels one after the other, each at what is
     reached of its ceilings' mean, and of the states that are moved beside."""
-    assert machine.chip is not None and part.chunk is not None
-    chip, chunk = CHIPS[machine.chip], part.chunk
+    assert machine.chip is not None and call.part.chunk is not None
+    chip, chunk = CHIPS[machine.chip], call.part.chunk
     (width, *_, inner) = 2 * _read(variant)[0]
     sizes, seconds = (chunk.tokens * width, chunk.tokens * inner, width * inner), 0.0
-    for kernel in part.kernels:
-        rows = nearest(_rows(kernel, machine.chip), dtype, variant)
+    for kernel in call.part.kernels:
+        rows = nearest(_rows(call, kernel, machine.chip), dtype, variant)
         work = 2 * chunk.tokens * sum(map(operator.mul, kernel.products, sizes))
         seconds += work * sum(1e-12 / row.rate for row in rows) / len(rows)
     seconds /= REACHED_BY_RECURRENCES * (machine.processors or chip.processors) / chip.processors
@@ -123,12 +123,12 @@ def _recurrence_rate(part: OpPass, dtype: str, variant: str, machine: Machine) -
 def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
     found: dict[tuple[str, str, int], list[Ceiling]] = {}
     for row in read_ceilings():
-        found.setdefault((row.module, row.kernel, row.arch), []).append(row)
+        found.setdefault((row.operator, row.kernel, row.arch), []).append(row)
     return found
 
 
-def _rows(kernel: Kernel, chip: int) -> list[Ceiling]:
-    rows = _table().get((kernel.module, kernel.name, chip))
+def _rows(call: Called, kernel: Kernel, chip: int) -> list[Ceiling]:
+    rows = _table().get((call.spec.name, kernel.name, chip))
     if rows is None:
         raise MegacompileError(
             f"kernels/ceilings.csv has no row of {kernel.name} on sm_{chip}, so nothing prices it: run "

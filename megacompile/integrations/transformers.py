@@ -7,7 +7,7 @@ import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -90,7 +90,14 @@ class ProgramOptimizer(torch.optim.Optimizer):
 
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
+_Step = TypeVar("_Step", bound=Callable[..., Tensor])
 _KEPT = 100  # updates whose losses are summed only when they are logged
+
+
+def waits_for_update(training_step: _Step) -> _Step:
+    """Mark a ``training_step`` of ours, whose loss may wait for the update; a subclass's own sees it."""
+    training_step.waits_for_update = True  # type: ignore[attr-defined]
+    return training_step
 
 
 class Updates(_Upstream):
@@ -115,6 +122,7 @@ class Updates(_Upstream):
             self.program.drop_gradients()
         self._waiting, self._gathers = [], False
 
+    @waits_for_update
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -130,7 +138,7 @@ class Updates(_Upstream):
         micro = self._micro_batch(inputs, num_items_in_batch)
         if self.is_in_train:
             self._progress.count(inputs)
-            if getattr(self.training_step, "waits", False):
+            if getattr(self.training_step, "waits_for_update", False):
                 self._waiting.append(micro)
                 return torch.zeros((), device=self.args.device)
         try:
@@ -140,8 +148,6 @@ class Updates(_Upstream):
             cancel([micro])
         self._gathers = self.is_in_train
         return loss
-
-    training_step.waits = True  # type: ignore[attr-defined]  # for the update; a subclass's sees the loss
 
     def _micro_batch(self, inputs: dict[str, Any], count: Tensor | int | None) -> MicroBatch:
         steps = getattr(self, "current_gradient_accumulation_steps", 1)

@@ -33,7 +33,7 @@ from megacompile.integrations.evaluation import (
 )
 from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
-from megacompile.integrations.transformers import Mixin
+from megacompile.integrations.transformers import Mixin, waits_for_update
 from megacompile.state.checkpoint import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
@@ -776,6 +776,7 @@ class PolicyMixin(BesideReference):
             ("entropy",), temperature=self.temperature, trains_entropy=self._entropy_bonus_enabled
         )
 
+    @waits_for_update
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, which counts steps by it: after so many of them it makes new completions."""
         start = time.perf_counter()
@@ -786,8 +787,6 @@ class PolicyMixin(BesideReference):
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return loss
-
-    training_step.waits = True  # type: ignore[attr-defined]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, by the model of a rollout, or by a server that has the weights."""
@@ -835,7 +834,7 @@ class PolicyMixin(BesideReference):
         """Return the tokens of the longest prompt: of texts the longest ones tell, else micro-batches."""
         data, prompts = self.train_dataset, []
         if isinstance(data, Sized) and not getattr(self, "environment_factories", None) and not self._is_vlm:
-            prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-_LONGEST:]
+            prompts = sorted(self.train_dataset["prompt"], key=lambda prompt: len(str(prompt)))[-_LONGEST:]
         known = [len(ids) for ids in self._tokenize_prompts(prompts)[0]] if prompts else []
         return max(known + [int((batch["labels"] == IGNORED).all(0).cumprod(0).sum()) for batch in micro])
 

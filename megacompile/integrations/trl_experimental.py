@@ -18,7 +18,7 @@ from megacompile.api.program import Program
 from megacompile.errors import MegacompileError
 from megacompile.graph.captured import all_outputs
 from megacompile.integrations.saving import learns_prompts
-from megacompile.integrations.transformers import Mixin
+from megacompile.integrations.transformers import Mixin, waits_for_update
 from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of
 
 __all__ = [
@@ -115,6 +115,7 @@ class GKDTrainer(Mixin, gkd.GKDTrainer):
             self.teacher_model = TeacherModel(self, self._teacher)
         return super()._programmed()
 
+    @waits_for_update
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, with completions that are made in a rollout."""
         policy: Any = self._programmed() if random.random() <= self.lmbda else None
@@ -126,8 +127,6 @@ class GKDTrainer(Mixin, gkd.GKDTrainer):
                 made = self.generate_on_policy_outputs(generates, inputs, self.generation_config)
                 inputs |= dict(zip(names, made, strict=True))
         return super().training_step(model, inputs, num_items_in_batch)
-
-    training_step.waits = True  # type: ignore[attr-defined]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         """As upstream, which asks the teacher second."""

@@ -11,7 +11,7 @@ from megacompile.blocks.codegen import function_source
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.json_codec import to_plain
 from megacompile.passes import PASSES
-from megacompile.report.chrome_trace import chrome_trace
+from megacompile.report.schedule import chrome_trace
 from megacompile.schedule.emit import statement
 from megacompile.schedule.plan import loops_text, plan_table
 from megacompile.schedule.step import Step, memory_curve

@@ -29,7 +29,7 @@ from megacompile.errors import MegacompileError
 from megacompile.kernels import _triton
 from megacompile.kernels._triton import Launch, recording
 from megacompile.kernels.adamw import Constants, adamw_triton
-from megacompile.kernels.dropout import dropout_triton
+from megacompile.kernels.random_numbers import dropout_triton
 from megacompile.runtime.call_context import failure_of
 from megacompile.schedule.op_table import COMPUTES, PassingGrad
 from megacompile.schedule.step import Step

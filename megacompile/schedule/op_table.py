@@ -1,7 +1,7 @@
 """The table of operations: every kind, and every resource; the one table that all stages go by.
 
 A kind is also the name of the event that its operations record and of the method that
-:class:`~megacompile.runtime.step_run.StepRun` runs them by. Resources are tokens, tuples that begin with a
+:class:`~megacompile.runtime.executor.StepRun` runs them by. Resources are tokens, tuples that begin with a
 tag, as emitted source prints them: ``Value(3, 0)`` is ``("x", 3, 0)``. So they hash as fast as tuples, and
 tokens of two resources are never equal.
 """

@@ -147,7 +147,7 @@ _WHOLE.remove("load_update")  # which reads what momentum made of it
 
 
 def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
-    """What reads a group's gradient sees every contribution of this step to it and no other.
+    """Check that what reads a group's gradient sees every contribution of this step to it and no other.
 
     ``repeated`` are the operations of the step several times over, as what is left over shows in the next.
     """

@@ -14,15 +14,18 @@ import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 
 import torch
 from torch import Tensor, fx, nn
+from transformers import TrainingArguments
 
 ROOMS = ("megacompile", "kernels", "passes")
 _RELATIVE = re.compile(r"(What|Whether|Where|How|Which|Of)\b")
 _REGISTERED = re.compile(r'custom_op\(\s*"megacompile::(\w+)"')
 _TORCHS = {"aten", "F", "functional", "torch", "nn"}
-_BORROWED = (fx.Node, nn.Module, Tensor, torch.optim.Optimizer)
+_BORROWED = (fx.Node, nn.Module, Tensor, torch.optim.Optimizer, TrainingArguments, FunctionType)
+_OF_INSTANCES = {"args", "kwargs", "target", "state", "param_groups"}  # of these classes
 
 
 def product(root: Path) -> dict[Path, str]:
@@ -108,9 +111,9 @@ def declared(tree: ast.AST) -> set[str]:
 
 def assigned_outside(trees: Mapping[Path, ast.AST]) -> list[str]:
     """List the assignments to attributes of another object, of a class of the product that another module
-    declares. Names that classes of torch have too are taken to be theirs."""
-    torchs = {name for kind in _BORROWED for name in dir(kind)} | {"args", "kwargs", "target", "state"}
-    by_module = {path: declared(tree) - torchs for path, tree in trees.items()}
+    declares. Names that functions and classes of torch or transformers have too are taken to be theirs."""
+    theirs = {name for kind in _BORROWED for name in dir(kind)} | _OF_INSTANCES
+    by_module = {path: declared(tree) - theirs for path, tree in trees.items()}
     return [
         f"{path}:{t.lineno} {ast.unparse(t)}"
         for path, tree in trees.items()

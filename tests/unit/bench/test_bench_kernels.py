@@ -19,6 +19,7 @@ import megacompile
 from benchmarks.gpu import kernel_table
 from megacompile.bench import kernel_bench
 from megacompile.bench.kernel_bench import (
+    OPERATIONS,
     Bench,
     Roofline,
     Row,
@@ -32,10 +33,9 @@ from megacompile.bench.kernel_bench import (
     worth,
     write,
 )
-from megacompile.bench.kernel_cases import OPERATIONS
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
-from megacompile.kernels.benchmark import Shape
+from megacompile.kernels.registry import Shape
 from tests.support.models import batch_for, build
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def rows(name: str, *files: Path, timer: FakeTimer | None = None) -> list[Row]:
 
 
 def test_the_cases_alone_bring_every_operator_and_the_dearest_is_timed_first() -> None:
-    asked = "from megacompile.bench.kernel_cases import OPERATIONS; print(*OPERATIONS)"
+    asked = "from megacompile.bench.kernel_bench import OPERATIONS; print(*OPERATIONS)"
     ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     order = kernel_table.dearest_first(Roofline(3e12, {torch.bfloat16: 8e14}))
     assert sorted(order) == sorted(SMALL) == sorted(ran.stdout.split())

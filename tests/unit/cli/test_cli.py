@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.api.rollout_forecast import Completions, Forecast, forecast
+from megacompile.api.rollout import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
-from megacompile.cli import models, plan_command, plan_report
+from megacompile.cli import models, plan_command
+from megacompile.cli.alternatives import Largest, _most, estimate_largest, largest
 from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
 from megacompile.cli.main import OPTIMIZERS, main
 from megacompile.cli.models import load_model, optimizer_of
-from megacompile.cli.remedies import Largest, _most, estimate_largest, largest
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
 from megacompile.planner.bounds import lower_bound
@@ -229,7 +229,7 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:
-    line = plan_report.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
+    line = plan_command.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
     assert "no batch at " in line and ", none at batch " in line
 
 
@@ -346,7 +346,7 @@ def test_a_rollout_is_predicted_by_what_its_forward_takes(study: Study) -> None:
     assert [(f.at_once, f.streams) for f in found] == [(2, False), (1, False), (1, True), (0, True)]
     rates = [f.decode_rate for f in found[:3]]
     assert rates == sorted(rates, reverse=True) and found[2].load < found[0].load
-    assert "no room for one" in plan_report._rollout(found[3], _question(1))
+    assert "no room for one" in plan_command._rollout(found[3], _question(1))
 
 
 def test_a_rollout_stands_in_the_answer(plan: Callable[..., tuple[int, str, str]]) -> None:

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from megacompile.blocks.partition import partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.graph.captured import Captured
-from megacompile.graph.fusion_rewriter import PATTERNS, fuse
-from megacompile.graph.numeric_check import TOLERANCE
+from megacompile.graph.fusion_rewriter import PATTERNS, TOLERANCE, fuse
 from megacompile.graph.tile_rewriter import families, tile
 from tests.unit.graph.test_fuse import architecture, captured
 from tests.unit.graph.test_tile import run

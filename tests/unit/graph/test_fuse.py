@@ -21,7 +21,7 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import BudgetError
-from megacompile.graph import numeric_check
+from megacompile.graph import fusion_rewriter
 from megacompile.graph.captured import Captured
 from megacompile.graph.fusion_rewriter import PATTERNS, Fusions, fold, fuse, read_switches
 from tests.support.models import Through, batch_for, build
@@ -490,14 +490,14 @@ PLANTED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_a_wrong_operator_is_not_placed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = numeric_check.Emitter.call
+    right = fusion_rewriter.Emitter.call
 
     def wrong(emit: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if target is getattr(torch.ops.megacompile, name).default:
             target = PLANTED[name]
         return right(emit, target, *args, **kwargs)
 
-    monkeypatch.setattr(numeric_check.Emitter, "call", wrong)
+    monkeypatch.setattr(fusion_rewriter.Emitter, "call", wrong)
     fusions = fused(known("llama"))
     assert name not in fusions.counts and len(fusions.counts) == (3 if name == "rms_norm" else 4)
     reasons = [m.reason for m in fusions.near_misses if m.pattern == name]
@@ -508,7 +508,7 @@ def test_a_failing_operator_is_not_placed(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(match: Any, inputs: Any) -> Tensor:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(numeric_check, "_fused", refuse)
+    monkeypatch.setattr(fusion_rewriter, "_fused", refuse)
     fusions = fused(known("llama"))
     assert not fusions.placements and "no such thing" in fusions.near_misses[0].reason
 

@@ -20,11 +20,11 @@ from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import ProgramError
 from megacompile.graph.tile_rewriter import LEAST_PIECE, tables, tile
-from megacompile.runtime import step_run
+from megacompile.runtime import executor
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.state import adam
-from megacompile.state.embedding_rows import add_rows, gather_rows
+from megacompile.state.master_layout import add_rows, gather_rows
 from tests.support.fake_cuda import FakeCuda
 from tests.support.reference import Habits, train_eager
 
@@ -314,7 +314,7 @@ def test_a_batch_may_be_filled_anew_as_soon_as_the_step_returns(monkeypatch: pyt
         assert filled.wait(60)
         add_rows(*arguments)
 
-    monkeypatch.setattr(step_run, "add_rows", late)
+    monkeypatch.setattr(executor, "add_rows", late)
     given = batch()
     trainer.train_step([batch()])
     program.train_step(given)

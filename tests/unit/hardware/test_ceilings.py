@@ -85,7 +85,7 @@ def test_attention_is_slower_than_the_chips_products(operator: str, variant: str
 )
 def test_the_nearest_row(kernel: str, dtype: str, variant: str, case: str) -> None:
     rows = [r for r in read_ceilings() if r.kernel == kernel and r.arch == 90]
-    rows = [r for r in rows if r.module != "add_rms_norm"]
+    rows = [r for r in rows if r.operator != "add_rms_norm"]
     assert {row.case for row in nearest(rows, dtype, variant)} == {case}
 
 
@@ -123,7 +123,7 @@ def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) ->
         parts["backward_k"] = 2 * (128 * 128 + 64 * 128)
     else:
         parts["forward"] = 3 * 128 * 128 + 2 * 64 * 128
-    key = "gated_delta", "128/128 bf16"
+    key = "gated_delta_rule", "128/128 bf16"
     rows = {r.kernel: r for r in read_ceilings() if r.key[:2] == key and r.arch == 90}
     assert len(rows) == 7
     seconds = sum(128 * n / (rows[f"gated_delta_{k}_kernel"].rate * 1e12) for k, n in parts.items()) / 0.27
@@ -143,7 +143,7 @@ def test_the_gated_delta_rule_is_priced_by_each_of_its_kernels(operator: str) ->
 def test_a_scan_is_priced_by_each_of_its_kernels(operator: str) -> None:
     """Of a chunk of 64 tokens of 16 heads that share B and C, which see 2.5 chunks on average."""
     backward, rows = operator.endswith("_backward"), read_ceilings()
-    rows = [r for r in rows if r.key[:2] == ("mamba2", "128/64 bf16") and r.arch == 90]
+    rows = [r for r in rows if r.key[:2] == ("mamba2_chunk_scan", "128/64 bf16") and r.arch == 90]
     pairs, state, group = 64 * 64, 128 * 64, 64 * 128
     parts = {"scores": 2.5 * group, "states": 16 * state, "scan": 16 * (2.5 * pairs + state)}
     flops = 128 * (group + 16 * (pairs + 2 * state))
@@ -210,5 +210,5 @@ def test_the_table_travels_with_the_package() -> None:
 
 def test_updates_keep_every_chips_memory_busy() -> None:
     """So they are priced by its bandwidth, whatever their kernel."""
-    rows = [row for row in read_ceilings() if row.module == "adamw"]
+    rows = [row for row in read_ceilings() if row.operator == "adamw_"]
     assert {row.arch for row in rows} == set(CHIPS) and {row.binds for row in rows} == {"memory"}

@@ -29,9 +29,8 @@ from megacompile.kernels.chips import (
     write_table,
 )
 
-adamw, attention, layer_norm, rms_norm, rope = (
-    importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("adamw", "attention", "layer_norm", "rms_norm", "rope")
+adamw, attention, norms, rope = (
+    importlib.import_module(f"megacompile.kernels.{name}") for name in ("adamw", "attention", "norms", "rope")
 )
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +62,7 @@ def test_every_kernel_compiles_and_holds_its_resources() -> None:
 
 def recorded(arch: int) -> list[Launch]:
     with recording(arch) as launches:
-        for make in AOT_CASES:
+        for make in AOT_CASES.values():
             for _, call in make():
                 call()
     return launches
@@ -103,9 +102,9 @@ def test_every_tile_is_compiled(arch: int) -> None:
     for columns in range(33, MAX_ROW + 1, 31):
         for kernel, most, per_thread in (
             ("rms_norm_forward_kernel", MAX_ROW, 16),
-            ("rms_norm_backward_kernel", rms_norm.MAX_ROW_BACKWARD, 16),
+            ("rms_norm_backward_kernel", norms.MAX_RMS_NORM_BACKWARD, 16),
             ("layer_norm_forward_kernel", MAX_ROW, 16),
-            ("layer_norm_backward_kernel", layer_norm.MAX_ROW_BACKWARD, 8),
+            ("layer_norm_backward_kernel", norms.MAX_LAYER_NORM_BACKWARD, 8),
         ):
             tile = row_tile(columns, per_thread)
             if columns <= most:
@@ -136,7 +135,7 @@ def test_attention_leaves_longer_grids_to_its_reference(batch: int, heads: int) 
 
 def row(**changed: object) -> Resources:
     values = {
-        "module": "m",
+        "operator": "m",
         "case": "c",
         "kernel": "k",
         "variant": 0,

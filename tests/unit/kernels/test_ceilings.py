@@ -179,7 +179,7 @@ def test_bench_prints_them() -> None:
     text = printed()
     assert "H100 SXM (sm_90)" in text and "TFLOP/s" in text and "GB/s (memory)" in text
     assert len(text.splitlines()) == 2 + len(
-        {(r.module, r.case, r.kernel, r.variant) for r in read_ceilings()}
+        {(r.operator, r.case, r.kernel, r.variant) for r in read_ceilings()}
     )
 
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megacompile.kernels import dropout
-from megacompile.kernels.dropout import dropout_keys, dropout_mask, random_words
+from megacompile.kernels import random_numbers
+from megacompile.kernels.random_numbers import GOLDEN, LOW, dropout_keys, dropout_mask, random_words
 
 RNG = torch.tensor([42, 7])
 COUNT = 1 << 20
@@ -44,18 +44,18 @@ def test_elements_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The high half of the index enters the hash (checked on the chunk that starts at 2**32)."""
     first, second = dropout_keys(RNG, 0).tolist()
     start = 1 << 32
-    x = torch.arange(start & dropout.LOW, (start & dropout.LOW) + 4).bitwise_xor_(first)
+    x = torch.arange(start & LOW, (start & LOW) + 4).bitwise_xor_(first)
     scratch = torch.empty_like(x)
-    dropout._mix_(x, scratch)
-    x.add_(second).add_((start >> 32) * dropout.GOLDEN & dropout.LOW).bitwise_and_(dropout.LOW)
-    assert dropout._mix_(x, scratch).tolist() == [plain_hash(42, 7, start + i) for i in range(4)]
+    random_numbers._mix_(x, scratch)
+    x.add_(second).add_((start >> 32) * GOLDEN & LOW).bitwise_and_(LOW)
+    assert random_numbers._mix_(x, scratch).tolist() == [plain_hash(42, 7, start + i) for i in range(4)]
 
 
 def test_mask_depends_on_seed_site_and_index_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = dropout_mask(RNG, 3, (300, 700), 0.3)
     assert torch.equal(mask, dropout_mask(torch.tensor([42, 10]), 0, (210000,), 0.3).view(300, 700))
     assert torch.equal(mask[:100], dropout_mask(RNG, 3, (100, 700), 0.3))
-    monkeypatch.setattr(dropout, "CHUNK", 1 << 10)
+    monkeypatch.setattr(random_numbers, "CHUNK", 1 << 10)
     assert torch.equal(mask, dropout_mask(RNG, 3, (300, 700), 0.3))
     threads = torch.get_num_threads()
     torch.set_num_threads(3 if threads == 1 else 1)

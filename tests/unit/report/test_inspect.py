@@ -19,9 +19,8 @@ from megacompile.errors import MegacompileError
 from megacompile.hardware.simulate import align, compare, simulate
 from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.passes import lower
-from megacompile.report.chrome_trace import chrome_trace
 from megacompile.report.explain import most_offloaded
-from megacompile.report.schedule import Schedule
+from megacompile.report.schedule import Schedule, chrome_trace
 from megacompile.schedule.plan import BlockPlan, Plan
 from megacompile.schedule.step import peak_bytes
 from tests.support.problems import machines, plans, workloads

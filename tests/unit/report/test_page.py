@@ -18,9 +18,8 @@ import pytest
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.simulate import align
-from megacompile.report import page
-from megacompile.report.page import page_data, render_page
-from megacompile.report.schedule import Schedule
+from megacompile.report import schedule as schedules
+from megacompile.report.schedule import Schedule, page_data, render_page
 from megacompile.schedule.op_table import SPECS
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from tests.support.browser import Browser, find_browser, texts
@@ -54,7 +53,7 @@ def schedule_of(layers: int, micro_batches: int, *, title: str = "A chain.") -> 
 
 
 def test_every_kind_of_operation_has_a_colour_in_both_themes() -> None:
-    styles = (Path(page.__file__).parent / "page.css").read_text()
+    styles = (Path(schedules.__file__).parent / "page.css").read_text()
     for kind in SPECS:
         assert len(re.findall(rf"--{kind}: #", styles)) == 2, kind
 

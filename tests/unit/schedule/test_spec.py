@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from megacompile.hardware.simulate import duration
-from megacompile.runtime.step_run import StepRun
+from megacompile.runtime.executor import StepRun
 from megacompile.schedule.emit import statement
 from megacompile.schedule.op_table import (
     SPECS,

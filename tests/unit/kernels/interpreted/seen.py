@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacompile.kernels import attention, dropout
+from megacompile.kernels import attention, random_numbers
 
 _seen: dict[str, set[str]] = defaultdict(set)
 
@@ -76,7 +76,7 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 for module, name in (
     (attention, "flash_attention_forward"),
     (attention, "flash_attention_backward"),
-    (dropout, "dropout"),
+    (random_numbers, "dropout"),
 ):
     setattr(module, name, _recorded(name, getattr(module, name)))
 

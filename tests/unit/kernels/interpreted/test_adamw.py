@@ -7,7 +7,7 @@ import torch
 from triton.runtime import interpreter
 
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference, join_reference, split_reference
-from megacompile.kernels.dropout import random_words
+from megacompile.kernels.random_numbers import random_words
 from megacompile.state import adam
 
 

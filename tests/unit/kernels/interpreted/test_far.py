@@ -19,11 +19,11 @@ from megacompile.kernels.linear_cross_entropy import LossTerms
 from megacompile.kernels.mamba2 import ScanInputs
 from megacompile.kernels.mamba2 import backward_reference as scan_backward
 from megacompile.kernels.mamba2 import forward_reference as scan_reference
-from megacompile.kernels.norm_reference import qk_norm_rope_backward_reference, qk_norm_rope_reference
+from megacompile.kernels.rope import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, clamped_glu, cross_entropy_tiles, glu, qk_norm_rope, rope = (
+attention, cross_entropy_tiles, glu, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("attention", "clamped_glu", "linear_cross_entropy", "glu", "qk_norm_rope", "rope")
+    for name in ("attention", "linear_cross_entropy", "glu", "rope")
 )
 FAR = 1 << 31
 builder = interpreter.interpreter_builder
@@ -76,13 +76,13 @@ def tail(x):
 @pytest.mark.parametrize("numel", [FAR - 512, FAR + 512])
 def test_glu(last, numel):
     gate, up = reserved(numel), reserved(numel)
-    y = glu.forward_triton(gate, up, "silu")
+    y = glu.glu_triton(gate, up, "silu")
     torch.testing.assert_close(tail(y), glu.glu_reference(tail(gate), tail(up), "silu"))
     grad = up
     glu_reference = [torch.empty(256, dtype=gate.dtype) for _ in range(2)]
     glu.glu_backward_reference(tail(grad), tail(gate), tail(up), "silu", *glu_reference)
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    glu.backward_triton(grad, gate, up, "silu", dgate, dup)
+    glu.glu_backward_triton(grad, gate, up, "silu", dgate, dup)
     torch.testing.assert_close([tail(dgate), tail(dup)], glu_reference)
 
 
@@ -90,13 +90,13 @@ def test_glu(last, numel):
 def test_clamped_glu(last, interleaved):
     both = reserved(FAR // 2048 + 1, 2048) if not interleaved else reserved(1, FAR + 512)
     row = both[-1:, -1024:].clone() if interleaved else both[-1:].clone()
-    y = clamped_glu.forward_triton(both, 7.0, 1.702, interleaved)
-    expected = clamped_glu.clamped_glu_reference(row, 7.0, 1.702, interleaved)
+    y = glu.clamped_glu_triton(both, 7.0, 1.702, interleaved)
+    expected = glu.clamped_glu_reference(row, 7.0, 1.702, interleaved)
     torch.testing.assert_close(tail(y), tail(expected))
     grad, dboth, dexpected = y, torch.empty_like(both), torch.empty_like(row)
-    clamped_glu.backward_triton(grad, both, 7.0, 1.702, interleaved, dboth)
+    glu.clamped_glu_backward_triton(grad, both, 7.0, 1.702, interleaved, dboth)
     given = grad.view(-1)[-row.numel() // 2 :].view(1, -1).clone(), row, 7.0, 1.702, interleaved
-    clamped_glu.clamped_glu_backward_reference(*given, dexpected)
+    glu.clamped_glu_backward_reference(*given, dexpected)
     torch.testing.assert_close(tail(dboth), tail(dexpected))
 
 
@@ -153,9 +153,9 @@ def test_qk_norm_rope(lazy, dim):
     x, grad = torch.randn(2, *[4 if d == dim else 2 for d in range(3)], 8, dtype=LOW[0])
     given = torch.ones(8), *torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
     far = far_apart(x, dim)
-    y, rstd = qk_norm_rope.forward_triton(far, *given, 1e-6, 0.0)
+    y, rstd = rope.qk_norm_rope_triton(far, *given, 1e-6, 0.0)
     torch.testing.assert_close((y, rstd), qk_norm_rope_reference(x, *given, 1e-6, 0.0), atol=2e-3, rtol=2e-3)
-    found = qk_norm_rope.backward_triton(far_apart(grad, dim), far, *given, rstd, 0.0)
+    found = rope.qk_norm_rope_backward_triton(far_apart(grad, dim), far, *given, rstd, 0.0)
     expected = qk_norm_rope_backward_reference(grad, x, *given, rstd, 0.0)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 

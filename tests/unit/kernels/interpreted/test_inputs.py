@@ -21,18 +21,14 @@ from test_attention import Flash
 from test_attention import eager as written_out
 from torch import Tensor
 
-from megacompile.kernels import dropout
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference
-from megacompile.kernels.add_rms_norm import add_rms_norm
-from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.gated_delta import gated_delta_rule
-from megacompile.kernels.glu import glu
-from megacompile.kernels.layer_norm import layer_norm
+from megacompile.kernels.glu import clamped_glu, glu
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.mamba2 import mamba2_chunk_scan
-from megacompile.kernels.qk_norm_rope import qk_norm_rope
-from megacompile.kernels.rms_norm import rms_norm
-from megacompile.kernels.rope import rope
+from megacompile.kernels.norms import add_rms_norm, layer_norm, rms_norm
+from megacompile.kernels.random_numbers import dropout, dropout_reference
+from megacompile.kernels.rope import qk_norm_rope, rope
 
 RNG = torch.tensor([5, 6])
 ROWS, COLUMNS = 7, 41
@@ -192,8 +188,8 @@ def _adamw_reference(x: Tensor) -> list[Tensor]:
 
 FLAT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "dropout": (
-        lambda x: dropout.dropout(x, RNG, 1, 0.3),
-        lambda x: dropout.dropout_reference(x, RNG, 1, 0.3),
+        lambda x: dropout(x, RNG, 1, 0.3),
+        lambda x: dropout_reference(x, RNG, 1, 0.3),
     ),
     "adamw_": (_adamw, _adamw_reference),
 }

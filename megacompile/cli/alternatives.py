@@ -1,14 +1,16 @@
-"""Remedies where a step does not fit, and the largest batch or length that fits."""
+"""Alternatives to what ``megacompile plan`` was asked: sweeps along an axis, meshes, ways to cut a batch into
+micro-batches, the largest batch or length that fits, and remedies where a step does not fit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from megacompile.cli.estimator import Answer, Prediction, Question, Study, least_host, map_calls
 from megacompile.cli.models import Model
-from megacompile.hardware.catalog import PROFILES
+from megacompile.hardware.catalog import PROFILES, MachineProfile
 from megacompile.planner.min_feasible_budget import least_alike
 from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
@@ -16,6 +18,134 @@ from megacompile.schedule.workload import Call, Workload
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.moment_formats import Form, StateFormat
 from megacompile.state.torch_optimizer import Foreign
+from megacompile.units import format_bytes
+
+# ------------------------------------------------------------------------------------------------------------
+# Series of answers from one study: along an axis, or over the ways to cut a batch into micro-batches.
+
+
+_ANY = 1 << 60  # bytes: no machine, and no drive, has more
+_NUMBERS = {"batch": 6, "seq": 6, "gpus": 4}  # how many are usual, each twice the one before
+_PATIENCE = 2  # slower splits in a row after which smaller ones are not tried
+
+_Asked = tuple[str, float, Question]
+"""A point before its answer: label, value, what to ask."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of a sweep."""
+
+    label: str
+    value: float
+    answer: Answer
+
+
+def sweep(
+    study: Study, question: Question, over: str, values: Sequence[int | MachineProfile], clip: bool
+) -> Iterator[Point]:
+    """Answers along one axis, as they come: at these budgets, numbers or machines, else at usual ones.
+
+    Of several machines the faster mesh counts, as ``clip`` says.
+    """
+    points = [
+        _point(question, over, index, value)
+        for index, value in enumerate(values or _usual(study, question, over))
+    ]
+    for label, at, asked in points:
+        answer, _ = best_mesh(study, asked, clip)
+        yield Point(label, at, answer)
+        if not values and over in _NUMBERS and not answer.fits_device():
+            return
+
+
+def _point(question: Question, over: str, index: int, value: int | MachineProfile) -> _Asked:
+    if isinstance(value, MachineProfile):
+        asked = replace(question, profile=value, hbm_budget=value.device_bytes or _ANY)
+        return value.name, float(index), asked
+    if over == "hbm-budget":
+        return format_bytes(value), value / 1e9, replace(question, hbm_budget=value)
+    return str(value), float(value), replace(question, **{over: value})  # type: ignore[arg-type]
+
+
+def _usual(study: Study, question: Question, over: str) -> Sequence[int | MachineProfile]:
+    if over == "machine":
+        return [p for p in PROFILES.values() if question.ranks == 1 or p.machine.fabric_bandwidth]
+    if over != "hbm-budget":
+        return [(1024 if over == "seq" else 1) << i for i in range(_NUMBERS[over])]
+    low = study.least(question)[0].device_bytes  # as the plan itself says
+    high = max(low, min(question.profile.device_bytes or _ANY, max(question.hbm_budget, 2 * low)))
+    return [low + (high - low) * i // 6 for i in range(7)]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One state that all cards share, or ``replicated`` in each machine: the seconds of a step, what binds
+    it, and the host bytes of a machine; None where it does not fit."""
+
+    replicated: bool
+    seconds: float | None = None
+    binding: str | None = None
+    host_bytes: int | None = None
+
+
+def best_mesh(study: Study, question: Question, clip: bool) -> tuple[Answer, tuple[Mesh, ...]]:
+    """The answer to the question with the state on the mesh that makes the faster step, and what was tried;
+    nothing but the question's own where there is one machine, or a card in each."""
+    if question.nodes == 1 or question.gpus == 1:
+        return study.answer(question), ()
+    answers = [
+        study.answer(replace(question, replicated=replicated), both=False, clip=clip)
+        for replicated in (False, True)
+    ]
+    fitting = [a for a in answers if a.fits(clip)] or answers[:1]  # shared by all it takes least
+    best = min(fitting, key=lambda a: p.seconds if (p := a.prediction(clip)) else math.inf)
+    return study.answer(best.question, known=best), tuple(_tried(a, clip) for a in answers)
+
+
+def _tried(answer: Answer, clip: bool) -> Mesh:
+    planned, replicated = answer.prediction(clip), answer.question.replicated
+    if planned is None or not answer.fits(clip):
+        return Mesh(replicated)
+    return Mesh(replicated, planned.seconds, planned.bound.binding, planned.host.total)
+
+
+@dataclass(frozen=True)
+class Split:
+    """So many micro-batches of so many sequences; ``seconds`` of a step, None where it does not fit."""
+
+    micro_batches: int
+    batch: int
+    seconds: float | None
+
+
+def best_split(study: Study, question: Question, clip: bool) -> tuple[Answer, tuple[Split, ...]]:
+    """The answer to the question with its batch cut into the micro-batches that make the fastest step, and
+    what was tried.
+
+    From the whole batch to single sequences. Each is planned as if it were asked for by itself, the winner
+    then in the other mode too; where none fits, the batch is cut into single sequences, which need least.
+    """
+    found: list[Split] = []
+    best: Answer | None = None
+    for count in (n for n in range(1, question.batch + 1) if question.batch % n == 0):
+        batch = question.batch // count
+        asked = replace(question, batch=batch, micro_batches=count * question.micro_batches)
+        answer = study.answer(asked, both=False, clip=clip)
+        planned = answer.prediction(clip) if answer.fits(clip) else None
+        times = [s.seconds for s in found if s.seconds is not None]
+        found.append(Split(asked.micro_batches, batch, planned.seconds if planned else None))
+        if planned is None:
+            best = best if times else answer
+            continue
+        if planned.seconds < min(times, default=math.inf):
+            best = answer
+        times.append(planned.seconds)
+        if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times):
+            break
+    assert best is not None
+    return study.answer(best.question, known=best), tuple(found)
+
 
 # ------------------------------------------------------------------------------------------------------------
 # The largest batch and the longest sequences that fit the device: about, or exactly.
@@ -114,9 +244,6 @@ def _guess(known: dict[int, int], low: int, high: int) -> int:
 #
 # Each is a further answer from one :class:`~megacompile.cli.estimator.Study`. What a change saves is taken
 # from the least bytes before and after it: another plan fits where the one of other terms does not.
-
-
-_ANY = 1 << 60  # no drive has more
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,265 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Weights in codes, decoded: of 4 bits with a scale for each block of elements, of 8 with one for each row.
+
+One uint8 tensor holds all of a weight. A decoded element is a product in FP32, rounded once, to the
+result's dtype: bitsandbytes' own, bit for bit.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels.registry import Cost, Operation, Shape
+
+CHUNK = 1 << 18  # elements that a reference decodes at a time
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4-bit codes, as QLoRA keeps them (Dettmers et al. 2023, arXiv 2305.14314, section 3).
+#
+# The tensor holds the code book, 16 values in FP32; the scale of each block of elements, FP32; then the
+# codes, two to a byte, the first in the high half. Element i is ``book[code i] * scale of its block``. The
+# kernel takes 1024 elements to a program; the two that share a byte each read it.
+
+
+BOOK_BYTES = 64
+BLOCK_4BIT = 1024
+
+
+def stored_4bit_bytes(elements: int, block: int) -> int:
+    """Return the bytes of a weight of so many elements, ``block`` to a scale."""
+    return BOOK_BYTES + 4 * ceil_div(elements, block) + ceil_div(elements, 2)
+
+
+def parts_4bit(stored: Tensor, elements: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of a stored weight's book, scales and codes."""
+    scales_end = BOOK_BYTES + 4 * ceil_div(elements, block)
+    book, scales = stored[:BOOK_BYTES], stored[BOOK_BYTES:scales_end]
+    return book.view(torch.float32), scales.view(torch.float32), stored[scales_end:]
+
+
+def decode_4bit_reference(stored: Tensor, shape: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Decode in plain torch; scratch memory: 4 MiB, whatever the shape."""
+    elements = prod(shape)
+    book, scales, codes = parts_4bit(stored, elements, block)
+    pairs = torch.stack((book.repeat_interleave(16), book.repeat(16)), dim=1)  # by byte
+    out = torch.empty(elements, dtype=dtype, device=stored.device)
+    blocks = max(1, CHUNK // block)
+    for first in range(0, len(scales), blocks):
+        start, stop = first * block, min((first + blocks) * block, elements)
+        values = pairs[codes[start // 2 : ceil_div(stop, 2)].int()].view(-1)[: stop - start]
+        own = scales[first : first + blocks, None]
+        products = pad(values, (0, len(own) * block - len(values))).view(-1, block).mul_(own)
+        out[start:stop] = products.view(-1)[: stop - start]
+    return out.view(tuple(shape))
+
+
+@triton.jit
+def decode_4bit_kernel(
+    book_ptr, scales_ptr, codes_ptr, out_ptr, count, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = book[code] * scale."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + at // 2, mask=at < count, other=0).to(tl.int32)
+    level = tl.load(book_ptr + ((codes >> (4 - at % 2 * 4).to(tl.int32)) & 15))
+    scale = tl.load(scales_ptr + at // PER_SCALE, mask=at < count, other=0.0)
+    tl.store(out_ptr + at, (level * scale).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def decode_4bit_triton(stored: Tensor, shape: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Decode by the kernel."""
+    elements = prod(shape)
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+    launch(
+        decode_4bit_kernel,
+        (ceil_div(elements, BLOCK_4BIT),),
+        *(*parts_4bit(stored, elements, block), out, elements),
+        PER_SCALE=block,
+        BLOCK=BLOCK_4BIT,
+    )
+    return out
+
+
+def decode_weight(stored: Tensor, shape: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Decode a weight; it has no gradient.
+
+    Args:
+        stored: uint8 [n], its book, scales and codes (see ``stored_4bit_bytes``).
+        shape: of the weight, row by row.
+        block: elements that share a scale.
+        dtype: of the result.
+
+    Returns:
+        The weight, contiguous. (Not a registered operator: the compiler's own is.)
+    """
+    decode = decode_4bit_triton if runs_triton(stored) else decode_4bit_reference
+    return decode(stored, shape, block, dtype)
+
+
+def _make_4bit(shape: Shape, generator: torch.Generator) -> list[Tensor]:
+    """Draw a stored weight, and zeros of the decoded one's form."""
+    count = prod(shape)
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
+    book = torch.randn(16, **options)
+    scales = torch.rand(ceil_div(count, _PER_SCALE), **options) + 0.5
+    codes = torch.randint(0, 256, (ceil_div(count, 2),), dtype=torch.uint8, **options)
+    stored = torch.cat((book.view(torch.uint8), scales.view(torch.uint8), codes))
+    return [stored, torch.zeros(shape, dtype=torch.float64, device=generator.device)]
+
+
+def _eager_4bit(stored: Tensor, like: Tensor) -> Tensor:
+    book, scales, codes = parts_4bit(stored, like.numel(), _PER_SCALE)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    levels = book.to(wide)[torch.stack((codes >> 4, codes & 15), 1).int()].view(-1, _PER_SCALE)
+    return (levels * scales.to(wide)[:, None]).view(like.shape).to(like.dtype)
+
+
+_PER_SCALE = 64  # of the benchmark, and QLoRA's
+BENCHMARK_4BIT = Operation(
+    "decode_4bit",
+    ("inner", "width"),
+    ((4096, 14336),),
+    _make_4bit,
+    0,
+    _eager_4bit,
+    lambda shape, size: (
+        Cost(stored_4bit_bytes(prod(shape), _PER_SCALE) + prod(shape) * size),
+        Cost(0),
+    ),
+    lambda stored, like: decode_weight(stored, like.shape, _PER_SCALE, like.dtype),
+    lambda *_: None,
+)
+
+
+@aot_cases("decode_4bit")
+def _aot_4bit() -> list[AotCase]:
+    def case(dtype: torch.dtype) -> None:
+        stored = torch.empty(stored_4bit_bytes(4096 * 4096, 64), dtype=torch.uint8, device="meta")
+        decode_4bit_triton(stored, (4096, 4096), 64, dtype)
+
+    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 8-bit codes with a scale for each row, as LLM.int8() keeps them (Dettmers et al. 2022, arXiv 2208.07339,
+# section 2.1).
+#
+# The tensor holds the greatest magnitude of each row, FP32; then the codes, int8, row by row. An element is
+# ``code * (magnitude of its row * (1 / 127))``, two products, of which the last is rounded: bitsandbytes' own
+# in training.
+
+
+BLOCK_8BIT = 2048
+STEP = 1 / 127
+
+
+def stored_8bit_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of a weight of this shape."""
+    return rows * (4 + columns)
+
+
+def parts_8bit(stored: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return views of a stored weight's magnitudes and, row by row, of its codes."""
+    magnitudes, codes = stored[: 4 * rows], stored[4 * rows :]
+    return magnitudes.view(torch.float32), codes.view(torch.int8).view(rows, -1)
+
+
+def decode_8bit_reference(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode in plain torch; scratch memory: a row or 1 MiB, whatever the shape."""
+    magnitudes, codes = parts_8bit(stored, shape[0])
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+    rows = max(1, CHUNK // max(1, shape[1]))
+    tensors = (out, magnitudes[:, None] * STEP, codes)
+    for of, scales, own in zip(*(torch.split(x, rows) for x in tensors), strict=True):
+        of.copy_(own * scales)
+    return out
+
+
+@triton.jit
+def decode_8bit_kernel(
+    magnitudes_ptr,
+    codes_ptr,
+    out_ptr,
+    count,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = code * (magnitude * STEP)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.float32)
+    scale = tl.load(magnitudes_ptr + at // COLUMNS, mask=at < count, other=0.0) * STEP
+    tl.store(out_ptr + at, (codes * scale).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def decode_8bit_triton(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode by the kernel."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.device)
+    count = out.numel()
+    launch(
+        decode_8bit_kernel,
+        (ceil_div(count, BLOCK_8BIT),),
+        *(*parts_8bit(stored, shape[0]), out, count),
+        STEP=STEP,
+        COLUMNS=shape[1],
+        BLOCK=BLOCK_8BIT,
+    )
+    return out
+
+
+def decode_rows(stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Decode a weight; it has no gradient.
+
+    Args:
+        stored: uint8 [n], its magnitudes and codes (see ``stored_8bit_bytes``).
+        shape: of the weight, [rows, columns].
+        dtype: of the result.
+
+    Returns:
+        The weight, contiguous. (Not a registered operator: the compiler's own is.)
+    """
+    decode = decode_8bit_triton if runs_triton(stored) else decode_8bit_reference
+    return decode(stored, shape, dtype)
+
+
+def _make_8bit(shape: Shape, generator: torch.Generator) -> list[Tensor]:
+    """Draw a stored weight, and zeros of the decoded one's form."""
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
+    magnitudes = torch.rand(shape[0], **options) + 0.5
+    codes = torch.randint(0, 256, (prod(shape),), dtype=torch.uint8, **options)
+    stored = torch.cat((magnitudes.view(torch.uint8), codes))
+    return [stored, torch.zeros(shape, dtype=torch.float64, device=generator.device)]
+
+
+def _eager_8bit(stored: Tensor, like: Tensor) -> Tensor:
+    magnitudes, codes = parts_8bit(stored, len(like))
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return (codes * (magnitudes.to(wide) * STEP)[:, None]).to(like.dtype)
+
+
+BENCHMARK_8BIT = Operation(
+    "decode_8bit",
+    ("inner", "width"),
+    ((4096, 14336),),
+    _make_8bit,
+    0,
+    _eager_8bit,
+    lambda shape, itemsize: (Cost(stored_8bit_bytes(*shape) + prod(shape) * itemsize), Cost(0)),
+    lambda stored, like: decode_rows(stored, like.shape, like.dtype),
+    lambda *_: None,
+)
+
+
+@aot_cases("decode_8bit")
+def _aot_8bit() -> list[AotCase]:
+    def case(dtype: torch.dtype) -> None:
+        stored = torch.empty(stored_8bit_bytes(4096, 4096), dtype=torch.uint8, device="meta")
+        decode_8bit_triton(stored, (4096, 4096), dtype)
+
+    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
