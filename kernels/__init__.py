@@ -11,7 +11,7 @@ import pkgutil
 
 from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.attention import document_bounds, flash_attention_backward, flash_attention_forward
-from megacompile.kernels.decode import decode_rows, decode_weight
+from megacompile.kernels.dequantize import decode_rows, decode_weight
 from megacompile.kernels.gated_delta import gated_delta_rule
 from megacompile.kernels.glu import clamped_glu, glu
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy

@@ -9,7 +9,7 @@ import torch
 from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.settings import Settings
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
-from megacompile.distributed.world import World
+from megacompile.distributed.collectives import World
 from megacompile.errors import BudgetError
 from megacompile.kernels import _triton
 from megacompile.runtime.block_calls import BoundStep

@@ -23,8 +23,8 @@ from megacompile.blocks.inductor import check_compiler
 from megacompile.capture.fingerprint import refuse_gradient_hooks
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.quantized_weights import is_coded, rounds_inputs, settle, why_not_coded
+from megacompile.distributed.collectives import World
 from megacompile.distributed.ranks import find_ranks
-from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.kernels._triton import gpu_of
 from megacompile.planner.nvme_placement import Tiers

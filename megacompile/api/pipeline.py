@@ -28,8 +28,8 @@ from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.frozen_parts import frozen_part
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, capture
+from megacompile.distributed.collectives import World
 from megacompile.distributed.ranks import Ranks
-from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, CaptureError, MegacompileError, UntraceableError
 from megacompile.graph.captured import Captured, OutputsFn, Prologue, written_buffers
 from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches

@@ -34,7 +34,7 @@ from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.loss_cut import LossCall, warning
 from megacompile.capture.padding import bucket_length, pad_batch, reach
-from megacompile.distributed.world import World
+from megacompile.distributed.collectives import World
 from megacompile.errors import (
     BudgetError,
     CaptureError,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.distributed.world import World
+from megacompile.distributed.collectives import World
 from megacompile.errors import BudgetError
 from megacompile.runtime.backends import Backend, Lacking, nothing_spare
 from megacompile.runtime.device import Device

@@ -4,7 +4,7 @@ torchao's, as adapters are trained over.
 A program keeps such a weight as one tensor of bytes: a frozen parameter of uint8, which is stored and
 streamed as it is. Its decoding is part of the graph, so a block derives the weight on the device where it
 reads it, and again in its backward. bitsandbytes' codes are decoded by an operator each
-(:mod:`~megacompile.kernels.decode`). A subclass is put together
+(:mod:`~megacompile.kernels.dequantize`). A subclass is put together
 again from the tensors that it holds, and computes by its own code, whose operators are traced. Neither
 library is ever imported: a model that has its weights did.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacompile.kernels import decode
+from megacompile.kernels import dequantize
 from megacompile.kernels.registry import OpSpec, declare
 
 _CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
@@ -59,7 +59,7 @@ class WeightCoding(Protocol):
 @torch.library.custom_op("megacompile::decode_4bit", mutates_args=())
 def decode_4bit(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     """Decode a weight of 4-bit codes; it has no gradient."""
-    return decode.decode_weight(stored, shape, block, dtype)
+    return dequantize.decode_weight(stored, shape, block, dtype)
 
 
 @decode_4bit.register_fake
@@ -70,7 +70,7 @@ def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tenso
 @torch.library.custom_op("megacompile::decode_8bit", mutates_args=())
 def decode_8bit(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Decode a weight of 8-bit codes; it has no gradient."""
-    return decode.decode_rows(stored, shape, dtype)
+    return dequantize.decode_rows(stored, shape, dtype)
 
 
 @decode_8bit.register_fake
@@ -78,8 +78,8 @@ def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
-declare(OpSpec("decode_4bit", benchmarks=(decode.BENCHMARK_4BIT,)))
-declare(OpSpec("decode_8bit", benchmarks=(decode.BENCHMARK_8BIT,)))
+declare(OpSpec("decode_4bit", benchmarks=(dequantize.BENCHMARK_4BIT,)))
+declare(OpSpec("decode_8bit", benchmarks=(dequantize.BENCHMARK_8BIT,)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class BlockCoding:
     @property
     def nbytes(self) -> int:
         """Return the bytes of its book, its scales and its codes."""
-        return decode.stored_4bit_bytes(prod(self.shape), self.block)
+        return dequantize.stored_4bit_bytes(prod(self.shape), self.block)
 
     def stored(self, parameter: Tensor) -> Tensor:
         """Return its book, its scales and its codes."""
@@ -112,7 +112,7 @@ class BlockCoding:
         is as it was loaded again, but for that.
         """
         state = vars(parameter)["quant_state"]
-        parts = decode.parts_4bit(stored, prod(self.shape), self.block)
+        parts = dequantize.parts_4bit(stored, prod(self.shape), self.block)
         book, scales, codes = (x.clone() for x in parts)
         _hold(
             parameter, codes.view(vars(parameter)["quant_storage"]).view(-1, 1)
@@ -152,7 +152,7 @@ class RowCoding:
     @property
     def nbytes(self) -> int:
         """Return the bytes of its scales and its codes."""
-        return decode.stored_8bit_bytes(*self.shape)
+        return dequantize.stored_8bit_bytes(*self.shape)
 
     def stored(self, parameter: Tensor) -> Tensor:
         """Return its scales and its codes."""
@@ -163,7 +163,7 @@ class RowCoding:
     def set(self, parameter: Tensor, stored: Tensor) -> None:
         """Make a weight hold these."""
         _settle(parameter)
-        vars(parameter)["SCB"], codes = (x.clone() for x in decode.parts_8bit(stored, self.shape[0]))
+        vars(parameter)["SCB"], codes = (x.clone() for x in dequantize.parts_8bit(stored, self.shape[0]))
         _hold(parameter, codes)
         vars(parameter)["CB"] = parameter.data
 

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megacompile.distributed.world import World
+from megacompile.distributed.collectives import World
 from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.state.host_arena import HostArena
 from megacompile.units import format_bytes

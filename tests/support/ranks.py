@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacompile import Program, ProgramError
-from megacompile.distributed.world import World
+from megacompile.distributed.collectives import World
 from megacompile.hardware.machine import Machine
 from megacompile.planner.device_state_fill import trained_groups
 from megacompile.planner.linear_program import with_state_at

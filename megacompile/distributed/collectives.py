@@ -1,4 +1,4 @@
-"""World: what the ranks of one program tell each other, and what they do when one of them fails."""
+"""Collectives of the ranks of one program, what they tell each other, and what they do when one fails."""
 
 from __future__ import annotations
 
