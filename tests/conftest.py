@@ -1,6 +1,7 @@
 """The suite's options, and what every process of it keeps to: one thread, repeatable problems, no heirs."""
 
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -29,9 +30,10 @@ settings.load_profile("repeatable")
 # It draws the constants of imported modules too, which are others after other tests in the same process.
 providers._get_local_constants = lambda: providers._local_constants
 
-# Plans and kernels of this run alone: those that a user's own runs left decide nothing here.
-_CACHE = tempfile.TemporaryDirectory(prefix="megacompile-tests-", ignore_cleanup_errors=True)
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+# Plans and kernels of this run alone, which its workers share: what a user's own runs left decides nothing.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="megacompile-tests-", ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 HERE = Path(__file__).parent
 ANEW = (
@@ -48,6 +50,7 @@ ANEW = (
 """Tests of capture itself, of how often it is the same, or of where it is called from."""
 
 _captures = Captures()
+_tests = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,11 +78,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Look for garbage seldom, and never among what was imported: that took a twelfth of all time, and a
     tenth more where accelerate asks for it at the begin and the end of each training."""
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(30_000, 10, 20)
+    _set_aside()
     if "accelerate.utils.memory" in sys.modules:
         sys.modules["accelerate.utils.memory"].gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
+
+
+def _set_aside() -> None:
+    """Look for garbage no more among what there is: above all, the captures that are remembered."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -89,6 +97,8 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Programs of equal models take one capture, but for tests of what capture does."""
+    if next(_tests) % 32 == 0:
+        _set_aside()
     if item.nodeid.startswith(ANEW):
         return (yield)
     with _captures.shared():
