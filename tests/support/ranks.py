@@ -134,14 +134,14 @@ def _run(
 ) -> None:
     import torch.distributed as dist
 
-    from megacompile.distributed import ranks, world
+    from megacompile.distributed import collectives, ranks
 
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve
     limit = timedelta(seconds=timeout)
-    ranks.TIMEOUT = world.TIMEOUT = limit
-    world.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
+    ranks.TIMEOUT = collectives.TIMEOUT = limit
+    collectives.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         with Captures().shared():
