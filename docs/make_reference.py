@@ -46,6 +46,8 @@ ERRORS = (
     DiskError,
     StorageError,
 )
+FOR_TRAINERS = ("lend", "expect_mixing", "mix", "vacate", "resume", "plan_all", "plans_only")
+"""What trainers built on a program call, and a training loop does not need."""
 _HEAD = """# Reference
 
 Made from the docstrings by `python docs/make_reference.py`: change those, not this page.
@@ -81,8 +83,12 @@ def class_text(kind: type) -> str:
     lines = [f"## `{kind.__name__}`", "", markdown(inspect.getdoc(kind) or ""), ""]
     if is_dataclass(kind):
         lines += [f"Fields: {', '.join(f'`{f.name}`' for f in fields(kind))}.", ""]
-    rows = [f"| `{name}` | {cell(text)} |" for name, text in members(kind)]
-    return "\n".join([*lines, *(["| | |", "|---|---|", *rows, ""] if rows else [])])
+    for tools in (False, True):
+        listed = [(n, text) for n, text in members(kind) if (n.partition("(")[0] in FOR_TRAINERS) == tools]
+        head = ["For trainers that are built on it:", ""] if tools else []
+        rows = [f"| `{name}` | {cell(text)} |" for name, text in listed]
+        lines += [*head, "| | |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join(lines)
 
 
 def members(kind: type) -> Iterator[tuple[str, str]]:
