@@ -842,9 +842,11 @@ class PolicyMixin(BesideReference):
         self._predict_completions(self.args.eval_batch_size)
 
     def _predict_completions(self, rows: int) -> None:
-        """Predict so many of the longest completions."""
-        batch = with_rows(self._longest_batches[0], rows)
-        self._programmed().predict(batch, outputs=self._token_outputs)
+        """Predict so many of the longest completions; of other than in training only what has no images."""
+        batch = self._longest_batches[0]
+        known, resized = len(batch["input_ids"]), with_rows(batch, rows)
+        if rows == known or all(x.shape[:1] == (known,) for x in batch.values() if isinstance(x, Tensor)):
+            self._programmed().predict(resized, outputs=self._token_outputs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream; of the policy as it is now, and of a reference, by a program."""
