@@ -475,7 +475,7 @@ def test_trains_as_eager_does(name: str, tight: bool) -> None:
         optimizer.step()
         numpy.random.seed(step)  # noqa: NPY002
         assert float(program.train_step(micro[step : step + 2]).loss) == pytest.approx(
-            float(loss.detach()), abs=1e-6
+            float(loss.detach()), rel=1e-6, abs=1e-6
         )
     values = program.state_dict()
     for parameter, value in eager.state_dict().items():

@@ -55,12 +55,13 @@ def trained(
     """Train like plain transformers, whose results must come out; return the number of programs.
 
     ``beside``: the batches of plain transformers, where they are others. Where FP32 itself is far from FP64,
-    as in Gemma 4, a norm may be off by a tenth of how far plain transformers is.
+    as in Gemma 4, a norm or a weight may be off by a tenth of how far plain transformers is.
     """
     eager, batches = copy.deepcopy(model), list(batches)
     plain = batches if beside is None else list(beside)
     losses, norms = steps(eager, plain)
-    exact = functools.cache(functools.partial(steps, copy.deepcopy(model).double(), _doubled(plain)))
+    wide = copy.deepcopy(model).double()
+    exact = functools.cache(functools.partial(steps, wide, _doubled(plain)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = megacompile.compile(
         model, budget, optimizer=optimizer, max_grad_norm=0.5, compute_dtype=torch.float32, device="cpu"
@@ -72,7 +73,11 @@ def trained(
             assert float(out.grad_norm) == pytest.approx(norm, abs=0.1 * abs(exact()[1][i] - norm))
     state = program.state_dict()
     for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
+        near = 2e-5
+        if not torch.allclose(state[name], value, rtol=0, atol=near):
+            exact()
+            near = max(near, 0.1 * float((wide.state_dict()[name] - value).abs().max()))
+        torch.testing.assert_close(state[name], value, rtol=0, atol=near)
     programs = program._session.compiler.programs
     program.close()
     return programs
