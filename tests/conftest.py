@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Look for garbage seldom, and never among what was imported: that took a twelfth of all time, and a
-    tenth more where accelerate asks for it at the begin and the end of each training."""
+    tenth more where accelerate asks for it before and after each training."""
     gc.set_threshold(30_000, 10, 20)
     _set_aside()
     if "accelerate.utils.memory" in sys.modules:

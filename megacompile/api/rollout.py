@@ -153,7 +153,7 @@ class Rollout(DeviceWeights):
         self._names: dict[str, nn.Parameter] = {}
         try:
             self.model = self._copy(session.model)
-            self._insert_prefetch()
+            self._place_weights()
         except BaseException:
             self.end()
             raise
@@ -172,7 +172,7 @@ class Rollout(DeviceWeights):
         copied._rollout = self
         return copied.eval()
 
-    def _insert_prefetch(self) -> None:
+    def _place_weights(self) -> None:
         """Bring all weights; where there is no room for them, have those of blocks come one by one."""
         everything = _Weights(self._names, self)
         if everything.nbytes <= self._budget:

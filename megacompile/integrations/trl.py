@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -834,7 +835,9 @@ class PolicyMixin(BesideReference):
         """Return the tokens of the longest prompt: of texts the longest ones tell, else micro-batches."""
         data, prompts = self.train_dataset, []
         if isinstance(data, Sized) and not getattr(self, "environment_factories", None) and not self._is_vlm:
-            prompts = sorted(self.train_dataset["prompt"], key=lambda prompt: len(str(prompt)))[-_LONGEST:]
+            prompts = heapq.nlargest(
+                _LONGEST, self.train_dataset["prompt"], key=lambda prompt: len(str(prompt))
+            )
         known = [len(ids) for ids in self._tokenize_prompts(prompts)[0]] if prompts else []
         return max(known + [int((batch["labels"] == IGNORED).all(0).cumprod(0).sum()) for batch in micro])
 

@@ -181,8 +181,8 @@ def test_texts_of_a_seq2seq_trainer(room: bool, tmp_path: Path, monkeypatch: pyt
         made_on_device.append(rollout)
         placed(rollout)
 
-    placed = Rollout._insert_prefetch
-    monkeypatch.setattr(Rollout, "_insert_prefetch", place)
+    placed = Rollout._place_weights
+    monkeypatch.setattr(Rollout, "_place_weights", place)
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
     data = [{"input_ids": row["input_ids"][:8], "labels": row["input_ids"][:6]} for row in rows(8, 3)]

@@ -19,7 +19,7 @@ def test_tokens_and_steps_are_those_of_the_cpu_backend(
     from megacompile.api.rollout import Rollout
 
     if streams:
-        monkeypatch.setattr(Rollout, "_insert_prefetch", Rollout._stream)
+        monkeypatch.setattr(Rollout, "_place_weights", Rollout._stream)
     monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
     results: list[Any] = []
     for device in ("cpu", "cuda"):
