@@ -50,8 +50,6 @@ from megacompile.graph.captured import OutputsFn, Returned, all_outputs, identit
 # to hide. What graphs have shown of that, and how often a length was wanted, is kept.
 
 
-_LONGER = 2  # how many times its length a batch may have on another length's program
-_BORROWED = 8  # how often, before a length is given a program of its own
 _COUNTS = (
     "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "
     "let it leave out labels of -100, or what attention_mask hides, or pad batches to a few lengths yourself."
@@ -81,7 +79,7 @@ class Padder:
         self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
         self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
         self._told = False
-        self._borrowed: Counter[tuple[Any, ...]] = Counter()  # by the key that was wanted
+        self._lost_seconds: Counter[tuple[Any, ...]] = Counter()  # to padding, by the key that was wanted
 
     def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
         """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
@@ -107,7 +105,10 @@ class Padder:
         return [length_of(batch) for batch in micro] if paddable else []
 
     def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
-        """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden."""
+        """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden.
+
+        A longer one's program serves until padding has cost as much as compiling another (ski rental).
+        """
         lengths = self.lengths(micro) if ranks is None else ranks.lengths
         if not lengths:
             return None
@@ -120,12 +121,15 @@ class Padder:
             return None
         exact = alike and length == least
         if exact or not self._compiler.knows(wanted[0]):
-            key, known = (micro if exact else wanted)[0].key, lengths_of_kind(self._compiler.keys, wanted[0])
-            near = next((n for n in known if least <= n <= _LONGER * least), None)
-            borrows = self._borrowed[key] < _BORROWED
-            if near is not None and borrows and self._hides(micro, near, min(lengths)):
-                self._borrowed[key] += 1
-                return self._at(micro, near, right)
+            known = lengths_of_kind(self._compiler.keys, wanted[0])
+            near = next((n for n in known if n >= least), None)
+            if near is not None and self._hides(micro, near, min(lengths)):
+                longer, key = self._at(micro, near, right), (micro if exact else wanted)[0].key
+                step_seconds, compile_seconds = self._compiler.seconds(longer[0])
+                lost_seconds = self._lost_seconds[key] + step_seconds * (1 - least / near)
+                if lost_seconds <= compile_seconds:
+                    self._lost_seconds[key] = lost_seconds
+                    return longer
         return wanted if not exact and self._hides(micro, length, min(lengths)) else None
 
     def _bucket(self, length: int) -> int:
@@ -212,7 +216,7 @@ class Padder:
         frontend, length = self._compiler.frontend, length_of(longer)
         if not computes_as_libraries_do(self._model):
             return False
-        others, is_loss = frontend.graphs, longer.outputs is None
+        others, is_loss = frontend.graphs_of_others(length), longer.outputs is None
         graph = frontend.captured(longer, evaluate=longer.evaluates)
         if graph.prologue is not None:  # which may look at padding
             return False

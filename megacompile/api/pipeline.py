@@ -165,10 +165,11 @@ class Frontend:
             self._compiled.clear()
         return changed
 
-    @property
-    def graphs(self) -> list[Captured]:
-        """The graphs that were captured so far."""
-        return [front.captured for front in self._fronts.values()]
+    def graphs_of_others(self, length: int) -> list[Captured]:
+        """The graphs that were captured so far of batches that have no dimension of this size."""
+        fronts = self._fronts.items()
+        own = {key for key, _ in fronts if any(isinstance(of, tuple) and length in of for of, *_ in key[1])}
+        return [front.captured for key, front in fronts if key not in own]
 
     def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
@@ -262,7 +263,8 @@ class Frontend:
             for prologue, number in known:
                 if (values := prologue(batch.leaves)) is not None:
                     return _extended(batch, number, values)
-            captured = self._captured(batch, evaluate)
+            with without_garbage_collection():
+                captured = self._captured(batch, evaluate)
             extended = batch
             if captured.prologue is not None:
                 if (values := captured.prologue(batch.leaves)) is None:
@@ -415,6 +417,7 @@ def _describe(
 
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
+_COMPILE_SECONDS, _BLOCK_SECONDS = 0.5, 0.05  # of a program, and of each block beside
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
@@ -431,13 +434,15 @@ class Scheduled:
     proof: Proof
     title: str
     source: str
+    step_seconds: float  # as the rank that planned it predicts
 
 
 def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
     """The program of a plan, its step proven safe in every order that the streams allow."""
     work = compiled.assembly.work
     proof = verify(planned.step, work, mode=mode, budget_bytes=budget_bytes)
-    return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
+    source = emit_step(planned.step, work, title=title)
+    return Scheduled(compiled, mode, planned, proof, title, source, planned.seconds)
 
 
 @dataclass(frozen=True)
@@ -482,7 +487,6 @@ class Compiler:
         self._device_state = device_state
         self._dumped = 0
         self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
-        self._ahead: dict[tuple[Any, ...], Scheduled] = {}  # planned, and not asked for yet
 
     @property
     def budget_bytes(self) -> int:
@@ -521,6 +525,12 @@ class Compiler:
         them."""
         return next((i for i, key in enumerate(self._scheduled) if key == (batch.key, mode)), -1)
 
+    def seconds(self, batch: Batch) -> tuple[float, float]:
+        """Return what a step of this kind of batch is predicted to take, of a program that was compiled for
+        it, and what compiling another is sure to."""
+        found = next(s for (key, _), s in self._scheduled.items() if key == batch.key)
+        return found.step_seconds, _COMPILE_SECONDS + _BLOCK_SECONDS * len(found.planned.plan.blocks)
+
     @property
     def programs(self) -> int:
         """The number of programs that were compiled and are not forgotten."""
@@ -534,13 +544,11 @@ class Compiler:
     def forget(self) -> None:
         """Forget all programs and captures; how weights are cut and where state is stays decided."""
         self._scheduled.clear()
-        self._ahead.clear()
         self.frontend.forget()
 
     def take_room(self, room: DeviceRoom) -> None:
         """Plan within other room from now on."""
         self.room = room
-        self._ahead.clear()
 
     def go_back(self, room: DeviceRoom, programs: int) -> None:
         """Forget all but the first programs, to plan within this room again."""
@@ -558,7 +566,6 @@ class Compiler:
         self.room, self._dumped = room, 0
         self.decided = Decisions(replace(self.decided.layout, groups=()), cuts)
         self._scheduled.clear()
-        self._ahead.clear()
 
     def lay_out(self, scheduled: Scheduled) -> None:
         """Plan all further programs for the state as this one has it."""
@@ -568,12 +575,6 @@ class Compiler:
             layout=replace(self.decided.layout, groups=scheduled.compiled.assembly.groups),
             placement=StatePlacement(host_states(plan), storage_window(plan)),
         )
-
-    def put_aside(self, programs: Collection[tuple[Batch, Mode]]) -> None:
-        """Keep these programs until they are asked for: until then no batch is padded to be one of theirs."""
-        for batch, mode in programs:
-            if (scheduled := self._scheduled.pop((batch.key, mode), None)) is not None:
-                self._ahead[batch.key, mode] = scheduled
 
     @property
     def pieces(self) -> Mapping[str, Parameter]:
@@ -588,14 +589,13 @@ class Compiler:
     def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
         """Plan, prove and print one program; made once per key and mode."""
         key = (batch.key, mode)
-        found = self._scheduled.get(key) or self._ahead.pop(key, None)
-        if found is not None:
-            return self._scheduled.setdefault(key, found)
+        if key in self._scheduled:
+            return self._scheduled[key]
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
         with without_garbage_collection():
-            compiled, planned = self._together(batch, mode)
+            compiled, planned, step_seconds = self._together(batch, mode)
             if self.decided.resident is None and mode.kind in ("train", "accumulate"):
                 self.decided = replace(self.decided, resident=planned.step.resident)
             name, work = type(self.frontend.model).__name__, compiled.assembly.work
@@ -605,6 +605,7 @@ class Compiler:
                 f"{self._world.chosen}"
             ).rstrip()
             scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
+            scheduled = replace(scheduled, step_seconds=step_seconds)
         self._scheduled[key] = scheduled
         _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
         if self._dump is not None:
@@ -622,10 +623,11 @@ class Compiler:
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
 
-    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """Plan on rank 0; the plan and how far weights are cut are the same on all."""
+    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned, float]:
+        """Plan on rank 0; the plan, how far weights are cut and the predicted time are the same on all."""
         if self._world.size == 1:
-            return self._within(batch, mode)
+            compiled, planned = self._within(batch, mode)
+            return compiled, planned, planned.seconds
         found: list[tuple[Compiled, Planned]] = []
 
         def decide() -> bytes:
@@ -636,12 +638,13 @@ class Compiler:
                 "cuts": [[n, list(c)] for n, c in self.decided.cuts.items()],
                 "plan": planned.plan.to_json(),
                 "workload": compiled.assembly.work.digest,
+                "seconds": planned.seconds,
             }
             return json.dumps(decided).encode()
 
         decided = json.loads(self._world.from_first(decide))
         if found:
-            return found[0]
+            return *found[0], decided["seconds"]
         cuts = {name: tuple(rows) for name, rows in decided["cuts"]}
         self.decided = replace(self.decided, cuts=cuts)
         compiled, plan = (
@@ -652,7 +655,8 @@ class Compiler:
             raise MegacompileError(
                 "The model or the batch is not that of rank 0: make the same model on every rank."
             )
-        return compiled, follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
+        planned = follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
+        return compiled, planned, decided["seconds"]
 
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan, on rank 0; of the first batch, that decides how far weights are cut."""

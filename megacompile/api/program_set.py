@@ -98,15 +98,6 @@ class ProgramSet:
         else:
             self._compiler.go_back(self._room, self._before)
 
-    def put_aside(self) -> None:
-        """Let batches be padded as if the programs that train later ones were not planned."""
-        first = {member.key for member in self.members if member.name == self.members[0].name}
-        later = [m for m in self.members if m.mode.kind != "evaluate" and m.key not in first]
-        number = self._compiler.number
-        self._compiler.put_aside(
-            [(m.batch, m.mode) for m in later if number(m.batch, m.mode) >= self._before]
-        )
-
     def scheduled(self) -> Iterator[tuple[str, Scheduled]]:
         """Yield each program once, with what it is for."""
         seen: set[tuple[object, ...]] = set()

@@ -313,7 +313,6 @@ class Session:
             with self.world.together():
                 self.planning.settle()
             found = list(self.planning.scheduled())
-            self.planning.put_aside()
             return found
         except BaseException:
             self.planning.forget()

@@ -427,10 +427,11 @@ class Mixin(Saving, Updates, Evaluation):
         program = self._programmed()
         if program.plans_only:
             return program
-        if micro and self.is_in_train and not self._planned:
-            self._plan_training(program, micro)
-        if not is_owned(self.model):
-            program.prepare(micro, **self._preparation())
+        with _in_train_mode(self.model):  # what comes first may be an evaluation
+            if micro and self.is_in_train and not self._planned:
+                self._plan_training(program, micro)
+            if not is_owned(self.model):
+                program.prepare(micro, **self._preparation())
         if self._checkpoint is not None:
             program.load(self._checkpoint)
             self._checkpoint = None
@@ -563,6 +564,18 @@ class Mixin(Saving, Updates, Evaluation):
             self.program = self.optimizer = None
         model: nn.Module = self.model
         return model
+
+
+@contextlib.contextmanager
+def _in_train_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into train mode, as a step of upstream's does, and its modules back into theirs after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager

@@ -180,6 +180,9 @@ class RLOOConfig(trl.RLOOConfig):
     gradient_checkpointing: bool | None = None
 
 
+_PART_BYTES = 1 << 22  # of FP32 logits: fewer are made at once, as each part lengthens the graph
+
+
 @dataclass(frozen=True)
 class TokenOutputs:
     """The outputs of TRL's fused head, made of the logits of a causal language model, zero where labels are
@@ -187,14 +190,14 @@ class TokenOutputs:
 
     ``metrics`` are fields of its output beside the log-probabilities, which alone carry a gradient, and the
     entropy where ``trains_entropy``. All are of logits divided by ``temperature``. Called as ``outputs`` of a
-    program: for metrics without a gradient a sixteenth of the logits is on the device at a time.
+    program: for metrics without a gradient a sixteenth of the logits, or 4 MiB, is on the device at a time.
     """
 
     metrics: tuple[str, ...]
     inputs: tuple[str, ...] = ("labels",)
     temperature: float = 1.0
     trains_entropy: bool = False
-    parts: int = 16  # in which logits are made for metrics
+    parts: int = 16  # in which logits are made for metrics, at most
 
     @property
     def whole(self) -> TokenOutputs:
@@ -206,13 +209,14 @@ class TokenOutputs:
         virtual = logits.shape[1] - batch["labels"].shape[1]  # tokens that PEFT puts first, without labels
         labels = nn.functional.pad(batch["labels"], (virtual, 0), value=-100)[:, 1:]
         mask, length = labels != -100, labels.shape[1]
-        size = max(2, -(-length // self.parts))
+        parts = min(self.parts, -(-logits.numel() * torch.float32.itemsize // _PART_BYTES))
+        size = max(2, -(-length // max(1, parts)))
         starts = range(
             0, max(1, length - 1), size
         )  # no part of one position, which hides where positions are
         ranges = [slice(start, end) for start, end in zip(starts, [*starts[1:], length], strict=True)]
-        parts = [self._of(logits[:, part], labels[:, part]) for part in ranges]
-        found = {name: torch.cat([part[name] for part in parts], dim=1) for name in self.metrics}
+        made = [self._of(logits[:, part], labels[:, part]) for part in ranges]
+        found = {name: torch.cat([part[name] for part in made], dim=1) for name in self.metrics}
         trained = self._scaled(outputs.logits[:, :-1])
         found["log_probs"] = _log_probs(trained, labels)
         if self.trains_entropy:

@@ -132,17 +132,31 @@ def test_micro_batches_with_and_without_padding_of_their_own_are_one_program() -
     pair.close()
 
 
-def test_a_length_gets_a_program_of_its_own_once_it_was_wanted_often() -> None:
+def test_a_length_gets_a_program_once_its_padding_has_cost_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of any program takes a second here, and compiling takes 2.3."""
     pair = Pair()
+    monkeypatch.setattr(pair.program._session.compiler, "seconds", lambda _: (1.0, 2.3))
     pair.step([tokens(11), tokens(31)])
-    for _ in range(8):
-        pair.step([tokens(11), tokens(20)])
+    for _ in range(6):
+        pair.step([tokens(11), tokens(20)])  # of which 12 of 32 tokens are padding
     assert pair.programs == 1
     pair.step([tokens(11), tokens(20)])
     assert pair.programs == 2
     pair.step([tokens(12), tokens(24)])
-    pair.step([tokens(10), tokens(15)])  # on that for 24, as 32 is more than twice as long
+    pair.step([tokens(10), tokens(15)])  # on that for 24
     assert pair.programs == 2
+    pair.close()
+
+
+def test_what_compiling_takes_grows_with_the_blocks() -> None:
+    pair = Pair()
+    pair.step([tokens(16)])
+    session = pair.program._session
+    step_seconds, compile_seconds = session.compiler.seconds(session.read(tokens(16))[0])
+    assert step_seconds == session.scheduled().planned.seconds
+    assert compile_seconds == 0.5 + 3 * 0.05
     pair.close()
 
 
