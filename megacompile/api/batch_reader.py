@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +78,7 @@ class Padder:
         self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
         self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
         self._told = False
-        self._lost_seconds: Counter[tuple[Any, ...]] = Counter()  # to padding, by the key that was wanted
+        self._lost_seconds: dict[tuple[Any, ...], float] = {}  # to padding, by the key that was wanted
 
     def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
         """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
@@ -126,7 +125,7 @@ class Padder:
             if near is not None and self._hides(micro, near, min(lengths)):
                 longer, key = self._at(micro, near, right), (micro if exact else wanted)[0].key
                 step_seconds, compile_seconds = self._compiler.seconds(longer[0])
-                lost_seconds = self._lost_seconds[key] + step_seconds * (1 - least / near)
+                lost_seconds = self._lost_seconds.get(key, 0.0) + step_seconds * (1 - least / near)
                 if lost_seconds <= compile_seconds:
                     self._lost_seconds[key] = lost_seconds
                     return longer

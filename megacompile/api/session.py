@@ -312,8 +312,7 @@ class Session:
                     call()
             with self.world.together():
                 self.planning.settle()
-            found = list(self.planning.scheduled())
-            return found
+            return list(self.planning.scheduled())
         except BaseException:
             self.planning.forget()
             raise

@@ -568,7 +568,7 @@ class Mixin(Saving, Updates, Evaluation):
 
 @contextlib.contextmanager
 def _in_train_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into train mode, as a step of upstream's does, and its modules back into theirs after it."""
+    """Put a model into train mode, as upstream's step does, and its modules back into theirs after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:

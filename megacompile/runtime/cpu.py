@@ -1,14 +1,15 @@
 """The CPU backend: emulates an accelerator with ``hbm_budget`` bytes on ordinary memory.
 
 Compute runs in the calling thread; transfers are real copies and updates real passes over host memory
-on worker threads. Weights live in one slab; every tensor that blocks create is counted by a meter that
-refuses to exceed the budget.
+on worker threads. Weights live in one slab. In the first step of each program, every tensor that blocks
+create is counted by a meter that refuses to exceed the budget; later steps make tensors of the same sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ class CpuDevice(Device):
         self._fixed = 0
         self._changed: dict[int, Tensor] = {}  # copies of the model's buffers
         self._meter = StorageMeter()
+        self._counted: WeakValueDictionary[int, Step] = WeakValueDictionary()  # steps whose peak is known
+        self._step: Step  # that is prepared, and whether it is counted
+        self._counts = True
         self._whole = StorageMeter(budget_bytes)  # while no step has a part of the budget
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -59,6 +63,7 @@ class CpuDevice(Device):
             self._meter.ignore(constant)
         self._fixed = self._slab.nbytes + step.constant_bytes
         self._meter.stop_above(self.budget_bytes - step.slab_bytes - step.constant_bytes)
+        self._step, self._counts = step, self._counted.get(id(step)) is not step
         return here
 
     def store(self, buffers: Iterable[Tensor]) -> None:
@@ -86,10 +91,12 @@ class CpuDevice(Device):
         except BaseException:
             self._meter.withdraw()
             raise
-        self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)
+        if self._counts:
+            self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)
+            self._counted[id(self._step)] = self._step
 
-    def counted(self) -> StorageMeter:
-        return self._meter
+    def counted(self) -> AbstractContextManager[object]:
+        return self._meter if self._counts else nullcontext()
 
     def slot(self, offset: int, nbytes: int) -> Tensor:
         return self._slab[offset : offset + nbytes]
@@ -106,13 +113,13 @@ class CpuDevice(Device):
     # ---- copies ----------------------------------------------------------------------------------
 
     def load(self, leaf: Tensor) -> Tensor:
-        with self._meter:
+        with self.counted():
             return leaf.clone(memory_format=torch.contiguous_format)
 
     def load_filled(
         self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]
     ) -> Tensor:
-        with self._meter:
+        with self.counted():
             target = torch.empty(shape, dtype=dtype)
         fill(target)
         return target
