@@ -1,12 +1,12 @@
-"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama to its first two lengths.
+"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama for each kind of batch.
 
-    python -m benchmarks.compile_time [--layers 80 40 20] [--tokens 4096] [--against PYTHON]
-    python -m benchmarks.compile_time --lengths [--layers 6 24]
+    python -m benchmarks.compile_time [--layers 80 40 20] [--tokens 4096]
+    python -m benchmarks.compile_time --kinds [--layers 6 24] [--against PYTHON]
 
 Each measurement runs in its own process, so that peak RSS is its own; imports are left out. No weight of the
-72B shape exists at any time. ``--lengths`` measures the tiny model alone. ``--against`` names the interpreter
-of another installed tree: each measurement is then made there too, in turns, and its CPU time divided by that
-of the other.
+72B shape exists at any time. ``--kinds`` measures the tiny model's first step, and what each later kind of
+batch takes beside it. ``--against`` names the interpreter of another installed tree: each measurement is then
+made there too, in turns, and its CPU time divided by that of the other.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     }
 
 
-def measure_tiny(layers: int = 6) -> dict[str, float]:
-    """Seconds from ``compile`` to the end of a tiny Llama's first step, and of its first longer step."""
+def measure_kinds(layers: int) -> dict[str, float]:
+    """CPU seconds of a tiny Llama's first call for each kind of batch, by the kind, compiling included.
+
+    Public names alone are used, as other trees have these too.
+    """
     import torch
     import torch._functorch.aot_autograd
     import torch.export._trace  # both imported when torch traces first
@@ -88,64 +91,53 @@ def measure_tiny(layers: int = 6) -> dict[str, float]:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    short, long = (torch.randint(0, 256, (2, length)) for length in (32, 48))
     clock = _Clock()
     program = megacompile.compile(model, "1GB", device="cpu")
-    program.train_step({"input_ids": short, "labels": short})
-    total, cpu = clock.read()
-    clock = _Clock()
-    program.train_step({"input_ids": long, "labels": long})  # no program fits it: it gets its own
-    second, second_cpu = clock.read()
-    return {
-        "total_seconds": total,
-        "cpu_seconds": cpu,
-        "second_seconds": second,
-        "second_cpu_seconds": second_cpu,
-    }
+    found = {}
+    for name, call, rows, tokens in (
+        ("first", program.train_step, 4, 48),
+        ("evaluation", program.evaluate, 4, 48),
+        ("longer", program.train_step, 4, 96),
+        ("shorter", program.train_step, 4, 72),
+        ("fewer rows", program.train_step, 3, 96),
+    ):
+        ids = torch.randint(0, 256, (rows, tokens))
+        call({"input_ids": ids, "labels": ids})
+        found[name] = clock.read()[1]
+        clock = _Clock()
+    return found
 
 
 def _child(python: str, layers: int, tokens: int) -> dict[str, float]:
     """One measurement by an interpreter, far from this tree's folder; no tokens: the tiny model."""
-    command = [
-        python,
-        str(Path(__file__).resolve()),
-        "--one",
-        "--layers",
-        str(layers),
-        "--tokens",
-        str(tokens),
-    ]
+    command = [python, str(Path(__file__).resolve()), "--one"]
     with tempfile.TemporaryDirectory() as elsewhere:
         out = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=elsewhere,
+            [*command, "--layers", str(layers), "--tokens", str(tokens)],
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=elsewhere,
             env=os.environ | {"XDG_CACHE_HOME": elsewhere},  # no plan is known from before
         ).stdout  # fmt: skip
     found: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return found
 
 
-def _compare(python: str, layers: int, tokens: int) -> None:
-    """Print CPU seconds of this tree and another, and their ratio, for the 72B shape and the tiny model."""
-    print("| CPU time | here | there | ratio |")
-    print("|:--|--:|--:|--:|")
-    for rows, size in (
-        ({f"72B shape, {layers} layers, to its source": "cpu_seconds"}, (layers, tokens)),
-        ({"tiny Llama, first step": "cpu_seconds", "its second length": "second_cpu_seconds"}, (6, 0)),
-    ):
-        turns = [[_child(p, *size) for p in (sys.executable, python)] for _ in range(_TURNS)]
-        for name, key in rows.items():
-            here, there = (min(run[key] for run in runs) for runs in zip(*turns, strict=True))
-            print(f"| {name} | {here:.2f} s | {there:.2f} s | {here / there:.2f} |", flush=True)
-
-
-def _lengths(sizes: list[int]) -> None:
-    """Print what a tiny Llama's first step takes, and its first step of another length."""
-    print("| layers | first length, CPU | second length, CPU | ratio |")
-    print("|--:|--:|--:|--:|")
+def _kinds(sizes: list[int], other: str | None) -> None:
+    """Print what each kind of batch of a tiny Llama takes at first, of another tree too."""
     for layers in sizes:
-        runs = [_child(sys.executable, layers, 0) for _ in range(_TURNS)]
-        first, second = (min(run[key] for run in runs) for key in ("cpu_seconds", "second_cpu_seconds"))
-        print(f"| {layers} | {first:.2f} s | {second:.2f} s | {second / first:.2f} |", flush=True)
+        trees = [sys.executable] + ([other] if other else [])
+        turns = [[_child(python, layers, 0) for python in trees] for _ in range(_TURNS)]
+        runs = [{kind: min(run[kind] for run in of) for kind in of[0]} for of in zip(*turns, strict=True)]
+        names, (here, *there) = list(runs[0]), [list(run.values()) for run in runs]
+        rows = {"CPU here": [f"{seconds:.2f} s" for seconds in [*here, sum(here)]]}
+        for known in there:
+            rows["CPU there"] = [f"{seconds:.2f} s" for seconds in [*known, sum(known)]]
+            pairs = zip([*here, sum(here)], [*known, sum(known)], strict=True)
+            rows["ratio"] = [f"{mine / theirs:.2f}" for mine, theirs in pairs]
+        print(f"| {layers} layers | {' | '.join([*names, 'all'])} |")
+        print("|:--" + "|--:" * (len(names) + 1) + "|")
+        for name, values in rows.items():
+            print(f"| {name} | {' | '.join(values)} |", flush=True)
+        print()
 
 
 def _table(sizes: list[int], tokens: int) -> None:
@@ -171,26 +163,26 @@ def _table(sizes: list[int], tokens: int) -> None:
 
 
 def main() -> None:
-    """Print a Markdown table of sizes, or of ratios to another tree."""
+    """Print Markdown tables of sizes, or of kinds of batches."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--lengths", action="store_true", help="a tiny model's first and second length")
-    parser.add_argument("--against", metavar="PYTHON", help="the interpreter of another installed tree")
+    parser.add_argument("--kinds", action="store_true", help="a tiny model, for each kind of batch")
+    parser.add_argument(
+        "--against", metavar="PYTHON", help="the interpreter of another installed tree, with --kinds"
+    )
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = options.layers or ([6, 24] if options.lengths else [20, 40, 80])
+    sizes = options.layers or ([6, 24] if options.kinds else [20, 40, 80])
     if options.one:
         warnings.simplefilter("ignore")
-        print(json.dumps(measure(sizes[0], options.tokens) if options.tokens else measure_tiny(sizes[0])))
+        print(json.dumps(measure(sizes[0], options.tokens) if options.tokens else measure_kinds(sizes[0])))
         return
     from benchmarks.report import machine_line  # not from a child, which runs this file alone
 
     print(f"{machine_line()}\n")
-    if options.lengths:
-        _lengths(sizes)
-    elif options.against:
-        _compare(options.against, max(sizes), options.tokens)
+    if options.kinds:
+        _kinds(sizes, options.against)
     else:
         _table(sizes, options.tokens)
 

@@ -40,7 +40,7 @@ def _pass(run: Callable[..., Step], requires: str, provides: str) -> Pass:
     return Pass(run, frozenset(requires.split()), frozenset(provides.split()))
 
 
-PASSES: tuple[Pass, ...] = (
+_BEFORE_WAITS = (
     _pass(compute_order, "", "order"),
     _pass(insert_recompute, "order", "recompute"),
     _pass(keep_state, "order recompute", "resident"),
@@ -53,8 +53,9 @@ PASSES: tuple[Pass, ...] = (
     _pass(insert_offloaded_io, "offload state_io", "offloaded_io"),
     _pass(insert_frees, "order recompute offload gradients orthogonalization", "frees"),
     _pass(assign_slots, "prefetch gradients collectives", "slots"),
-    _pass(synchronize, "prefetch offload gradients collectives state_io offloaded_io frees slots", "waits"),
 )
+_PROVIDED = frozenset[str]().union(*(item.provides for item in _BEFORE_WAITS))
+PASSES: tuple[Pass, ...] = (*_BEFORE_WAITS, Pass(synchronize, _PROVIDED, frozenset({"waits"})))
 
 
 def lower(work: Workload, plan: Plan, mode: Mode) -> Step:

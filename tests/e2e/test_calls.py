@@ -171,7 +171,7 @@ def test_an_interrupt_while_waiting_changes_nothing(monkeypatch: pytest.MonkeyPa
 def test_no_meter_stays_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception out of a signal's handler can strike when a context is entered and not yet left."""
     program, _ = made(max_grad_norm=1.0)
-    program.train_step(batch_for("plain"))
+    program.prepare(batch_for("plain"))  # its first step is metered
     enter = StorageMeter.__enter__
 
     def struck(meter: StorageMeter) -> Any:
