@@ -440,6 +440,21 @@ def test_planning_an_evaluation_changes_no_step(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_training_that_begins_with_an_evaluation_is_planned_in_train_mode(tmp_path: Path) -> None:
+    """A model that was loaded is in eval mode until its first step."""
+    ours = trainer(
+        Trainer,
+        tmp_path,
+        make=lambda: build("gpt2-dropout").eval(),
+        eval_on_start=True,
+        gradient_accumulation_steps=1,
+        max_steps=2,
+    )
+    ours.train()
+    assert ours.program._session.compiler.programs == 2  # one trains, one evaluates
+    ours.program.close()
+
+
 def test_a_released_model_is_plain_again(tmp_path: Path) -> None:
     ours = trainer(Trainer, tmp_path, max_steps=2, eval_strategy="no")
     ours.train()
