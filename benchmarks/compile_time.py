@@ -1,12 +1,9 @@
-"""Time and memory of compiling: a 72B Qwen2 shape on meta tensors, and a tiny Llama for each kind of batch.
+"""Time and memory of compiling a 72B Qwen2 shape on meta tensors.
 
     python -m benchmarks.compile_time [--layers 80 40 20] [--tokens 4096]
-    python -m benchmarks.compile_time --kinds [--layers 6 24] [--against PYTHON]
 
-Each measurement runs in its own process, so that peak RSS is its own; imports are left out. No weight of the
-72B shape exists at any time. ``--kinds`` measures the tiny model's first step, and what each later kind of
-batch takes beside it. ``--against`` names the interpreter of another installed tree: each measurement is then
-made there too, in turns, and its CPU time divided by that of the other.
+Each measurement runs in its own process, so that peak RSS is its own; imports are left out. No weight exists
+at any time.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-
-_TURNS = 2  # of which the fastest counts: other processes on the machine only add time
 
 
 class _Clock:
@@ -73,44 +68,9 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     }
 
 
-def measure_kinds(layers: int) -> dict[str, float]:
-    """CPU seconds of a tiny Llama's first call for each kind of batch, by the kind, compiling included.
-
-    Public names alone are used, as other trees have these too.
-    """
-    import torch
-    import torch._functorch.aot_autograd
-    import torch.export._trace  # both imported when torch traces first
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import megacompile
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
-    clock = _Clock()
-    program = megacompile.compile(model, "1GB", device="cpu")
-    found = {}
-    for name, call, rows, tokens in (
-        ("first", program.train_step, 4, 48),
-        ("evaluation", program.evaluate, 4, 48),
-        ("longer", program.train_step, 4, 96),
-        ("shorter", program.train_step, 4, 72),
-        ("fewer rows", program.train_step, 3, 96),
-    ):
-        ids = torch.randint(0, 256, (rows, tokens))
-        call({"input_ids": ids, "labels": ids})
-        found[name] = clock.read()[1]
-        clock = _Clock()
-    return found
-
-
-def _child(python: str, layers: int, tokens: int) -> dict[str, float]:
-    """One measurement by an interpreter, far from this tree's folder; no tokens: the tiny model."""
-    command = [python, str(Path(__file__).resolve()), "--one"]
+def _child(layers: int, tokens: int) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--one"]
     with tempfile.TemporaryDirectory() as elsewhere:
         out = subprocess.run(
             [*command, "--layers", str(layers), "--tokens", str(tokens)],
@@ -119,25 +79,6 @@ def _child(python: str, layers: int, tokens: int) -> dict[str, float]:
         ).stdout  # fmt: skip
     found: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return found
-
-
-def _kinds(sizes: list[int], other: str | None) -> None:
-    """Print what each kind of batch of a tiny Llama takes at first, of another tree too."""
-    for layers in sizes:
-        trees = [sys.executable] + ([other] if other else [])
-        turns = [[_child(python, layers, 0) for python in trees] for _ in range(_TURNS)]
-        runs = [{kind: min(run[kind] for run in of) for kind in of[0]} for of in zip(*turns, strict=True)]
-        names, (here, *there) = list(runs[0]), [list(run.values()) for run in runs]
-        rows = {"CPU here": [f"{seconds:.2f} s" for seconds in [*here, sum(here)]]}
-        for known in there:
-            rows["CPU there"] = [f"{seconds:.2f} s" for seconds in [*known, sum(known)]]
-            pairs = zip([*here, sum(here)], [*known, sum(known)], strict=True)
-            rows["ratio"] = [f"{mine / theirs:.2f}" for mine, theirs in pairs]
-        print(f"| {layers} layers | {' | '.join([*names, 'all'])} |")
-        print("|:--" + "|--:" * (len(names) + 1) + "|")
-        for name, values in rows.items():
-            print(f"| {name} | {' | '.join(values)} |", flush=True)
-        print()
 
 
 def _table(sizes: list[int], tokens: int) -> None:
@@ -149,7 +90,7 @@ def _table(sizes: list[int], tokens: int) -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     rows = []
     for layers in sizes:
-        row = _child(sys.executable, layers, tokens)
+        row = _child(layers, tokens)
         rows.append(row)
         print(
             f"| {layers} | {row['parameters'] / 1e9:.1f} B | {row['capture_seconds']:.1f} s | "
@@ -163,28 +104,20 @@ def _table(sizes: list[int], tokens: int) -> None:
 
 
 def main() -> None:
-    """Print Markdown tables of sizes, or of kinds of batches."""
+    """Print a Markdown table of sizes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+")
+    parser.add_argument("--layers", type=int, nargs="+", default=[20, 40, 80])
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--kinds", action="store_true", help="a tiny model, for each kind of batch")
-    parser.add_argument(
-        "--against", metavar="PYTHON", help="the interpreter of another installed tree, with --kinds"
-    )
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = options.layers or ([6, 24] if options.kinds else [20, 40, 80])
     if options.one:
         warnings.simplefilter("ignore")
-        print(json.dumps(measure(sizes[0], options.tokens) if options.tokens else measure_kinds(sizes[0])))
+        print(json.dumps(measure(options.layers[0], options.tokens)))
         return
     from benchmarks.report import machine_line  # not from a child, which runs this file alone
 
     print(f"{machine_line()}\n")
-    if options.kinds:
-        _kinds(sizes, options.against)
-    else:
-        _table(sizes, options.tokens)
+    _table(options.layers, options.tokens)
 
 
 if __name__ == "__main__":
