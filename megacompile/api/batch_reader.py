@@ -46,7 +46,7 @@ from megacompile.graph.captured import OutputsFn, Returned, all_outputs, identit
 # The padder: to which lengths the batches of one model are padded, so that few programs serve them.
 #
 # In: the batches of a step as they were read. Out: the same, or longer ones whose padding the model is known
-# to hide. What graphs have shown of that, and how often a length was wanted, is kept.
+# to hide. What graphs have shown of that, and the seconds that padding has cost each length, is kept.
 
 
 _COUNTS = (
@@ -122,8 +122,13 @@ class Padder:
         if exact or not self._compiler.knows(wanted[0]):
             known = lengths_of_kind(self._compiler.keys, wanted[0])
             near = next((n for n in known if n >= least), None)
-            if near is not None and self._hides(micro, near, min(lengths)):
-                longer, key = self._at(micro, near, right), (micro if exact else wanted)[0].key
+            longer = [] if near is None else self._at(micro, near, right)
+            if (
+                near is not None
+                and self._compiler.knows(longer[0])
+                and self._hides(micro, near, min(lengths))
+            ):
+                key = (micro if exact else wanted)[0].key
                 step_seconds, compile_seconds = self._compiler.seconds(longer[0])
                 lost_seconds = self._lost_seconds.get(key, 0.0) + step_seconds * (1 - least / near)
                 if lost_seconds <= compile_seconds:

@@ -550,6 +550,10 @@ class Compiler:
         """Plan within other room from now on."""
         self.room = room
 
+    def keep(self, wanted: Callable[[Scheduled], bool]) -> None:
+        """Forget all programs but these, such as those that were planned within other room and never ran."""
+        self._scheduled = {key: known for key, known in self._scheduled.items() if wanted(known)}
+
     def go_back(self, room: DeviceRoom, programs: int) -> None:
         """Forget all but the first programs, to plan within this room again."""
         self.take_room(room)
@@ -558,7 +562,7 @@ class Compiler:
     def plan_within(self, room: DeviceRoom, scheduled: Scheduled) -> None:
         """Forget a program, to plan it again within other room."""
         self.take_room(room)
-        self._scheduled = {key: known for key, known in self._scheduled.items() if known is not scheduled}
+        self.keep(lambda known: known is not scheduled)
 
     def begin_again(self, room: DeviceRoom, cuts: Cuts | None = None) -> None:
         """Forget all programs and what the first one decided, before any has run; ``cuts`` decides how far

@@ -294,6 +294,7 @@ class Session:
         else:
             if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
                 self.compiler.take_room(room)
+                self.compiler.keep(lambda known: known in self._bindings or known is self.current)
             scheduled = agreed_program(self.compiler, batch, mode, self.settings)
             state = self.runtime.state
             self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))

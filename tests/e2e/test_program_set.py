@@ -12,6 +12,7 @@ from torch import Tensor
 import megacompile
 from megacompile.api.pipeline import Compiler
 from megacompile.api.program import Program
+from megacompile.units import format_bytes
 from tests.support.models import build
 from tests.support.ranks import run_ranks
 
@@ -147,3 +148,25 @@ def refused(rank: int) -> tuple[str, int | None]:
 def test_all_ranks_are_refused_alike() -> None:
     (one, least), (other, same) = run_ranks(2, refused)
     assert one == other and least == same is not None and "the least that suffices" in one
+
+
+def test_what_never_ran_is_planned_again_where_the_device_has_less_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = compiled("1GB", build("llama", layers=2))
+    program.plan_all(
+        {
+            "training": lambda: program.prepare(of_rows(2, 60)),
+            "more rows": lambda: program.prepare(of_rows(4, 60)),
+        }
+    )
+    program.train_step(of_rows(2, 60))
+    session = program._session
+    ran, _ = before = list(session.compiler._scheduled.values())
+    less = session.compiler.room.less()
+    monkeypatch.setattr(session, "_shorter_room", lambda: less)
+    program.evaluate(of_rows(2, 60))
+    assert [known in before for known in session.compiler._scheduled.values()] == [True, False]
+    program.train_step(of_rows(4, 60))
+    kept, _, again = session.compiler._scheduled.values()
+    assert kept is ran and again.source == before[1].source.replace("1 GB", format_bytes(less.budget_bytes))
