@@ -1,4 +1,4 @@
-# One environment, made once. `make demo` trains a model beyond its budget; `make test` checks every promise once,
+# One environment, made once. `make demo` trains a model beyond its budget; `make test` tries every feature once,
 # `make test-all` over all cases.
 PYTHON ?= python3
 VENV := .venv
