@@ -3,8 +3,9 @@
     python -m benchmarks.small_models [--layers 2 6 24] [--against PYTHON]
     python -m benchmarks.small_models --dpo [--layers 2 12] [--against PYTHON]
 
-``--against`` names the interpreter of another installed tree. Each measurement runs in a process of its own,
-in turns, without a plan that is known from before, and the lesser of two counts: other work only adds time.
+``--against`` names the interpreter of another installed tree, measured right after this one. Each measurement
+runs in a process of its own, without a plan that is known from before, and the lesser of two counts: other
+work only adds time.
 Public names alone are used, as other trees have these too. Kinds of batches are CPU seconds without imports;
 a DPO is the seconds of its whole training, beside plain TRL's.
 """
@@ -23,7 +24,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-_TURNS = 2
+_RUNS = 2
 _LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
 
@@ -119,9 +120,9 @@ def measure_dpo(layers: int, *, plain: bool) -> dict[str, float]:
 
 
 def _least(python: str, what: str, layers: int) -> dict[str, float]:
-    """The lesser of each figure, of turns of one interpreter far from this tree's folder."""
+    """The lesser of each figure, of two runs of an interpreter far from this tree's folder."""
     runs: list[dict[str, float]] = []
-    for _ in range(_TURNS):
+    for _ in range(_RUNS):
         with tempfile.TemporaryDirectory() as elsewhere:
             out = subprocess.run(
                 [python, str(Path(__file__).resolve()), "--one", what, "--layers", str(layers)],

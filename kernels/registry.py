@@ -173,7 +173,7 @@ class OpSpec:
     gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
     whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
     draws random numbers. ``kept``: its results are worth keeping, though no formula says what they cost.
-    ``benchmarks`` hold its eager form.
+    ``varies``: what a call allocates inside may depend on values. ``benchmarks`` hold its eager form.
     """
 
     name: str
@@ -184,6 +184,7 @@ class OpSpec:
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
     kept: bool = False
+    varies: bool = False
     benchmarks: tuple[Operation, ...] = ()
 
 

@@ -167,9 +167,12 @@ class Frontend:
 
     def graphs_of_others(self, length: int) -> list[Captured]:
         """The graphs that were captured so far of batches that have no dimension of this size."""
-        fronts = self._fronts.items()
-        own = {key for key, _ in fronts if any(isinstance(of, tuple) and length in of for of, *_ in key[1])}
-        return [front.captured for key, front in fronts if key not in own]
+        shapes = {key: [of for of, *_ in key[1] if isinstance(of, tuple)] for key in self._fronts}
+        return [
+            front.captured
+            for key, front in self._fronts.items()
+            if not any(length in shape for shape in shapes[key])
+        ]
 
     def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
@@ -434,15 +437,13 @@ class Scheduled:
     proof: Proof
     title: str
     source: str
-    step_seconds: float  # as the rank that planned it predicts
 
 
 def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
     """The program of a plan, its step proven safe in every order that the streams allow."""
     work = compiled.assembly.work
     proof = verify(planned.step, work, mode=mode, budget_bytes=budget_bytes)
-    source = emit_step(planned.step, work, title=title)
-    return Scheduled(compiled, mode, planned, proof, title, source, planned.seconds)
+    return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
 
 
 @dataclass(frozen=True)
@@ -529,7 +530,7 @@ class Compiler:
         """Return what a step of this kind of batch is predicted to take, of a program that was compiled for
         it, and what compiling another is sure to."""
         found = next(s for (key, _), s in self._scheduled.items() if key == batch.key)
-        return found.step_seconds, _COMPILE_SECONDS + _BLOCK_SECONDS * len(found.planned.plan.blocks)
+        return found.planned.seconds, _COMPILE_SECONDS + _BLOCK_SECONDS * len(found.planned.plan.blocks)
 
     @property
     def programs(self) -> int:
@@ -599,7 +600,7 @@ class Compiler:
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
         with without_garbage_collection():
-            compiled, planned, step_seconds = self._together(batch, mode)
+            compiled, planned = self._together(batch, mode)
             if self.decided.resident is None and mode.kind in ("train", "accumulate"):
                 self.decided = replace(self.decided, resident=planned.step.resident)
             name, work = type(self.frontend.model).__name__, compiled.assembly.work
@@ -609,7 +610,6 @@ class Compiler:
                 f"{self._world.chosen}"
             ).rstrip()
             scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
-            scheduled = replace(scheduled, step_seconds=step_seconds)
         self._scheduled[key] = scheduled
         _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
         if self._dump is not None:
@@ -627,11 +627,10 @@ class Compiler:
             machine, self.budget_bytes, measured=measured,
         )  # fmt: skip
 
-    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned, float]:
+    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan on rank 0; the plan, how far weights are cut and the predicted time are the same on all."""
         if self._world.size == 1:
-            compiled, planned = self._within(batch, mode)
-            return compiled, planned, planned.seconds
+            return self._within(batch, mode)
         found: list[tuple[Compiled, Planned]] = []
 
         def decide() -> bytes:
@@ -648,7 +647,7 @@ class Compiler:
 
         decided = json.loads(self._world.from_first(decide))
         if found:
-            return *found[0], decided["seconds"]
+            return found[0]
         cuts = {name: tuple(rows) for name, rows in decided["cuts"]}
         self.decided = replace(self.decided, cuts=cuts)
         compiled, plan = (
@@ -660,7 +659,8 @@ class Compiler:
                 "The model or the batch is not that of rank 0: make the same model on every rank."
             )
         planned = follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
-        return compiled, planned, decided["seconds"]
+        timeline = replace(planned.timeline, step_seconds=decided["seconds"])  # padding goes by it on all
+        return compiled, replace(planned, timeline=timeline)
 
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan, on rank 0; of the first batch, that decides how far weights are cut."""

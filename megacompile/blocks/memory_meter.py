@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from megacompile.capture.sdpa import ALIGNED, is_aligned
 from megacompile.errors import BudgetExceededError
 from megacompile.kernels._triton import Gpu, recording
+from megacompile.kernels.registry import called
 
 # ------------------------------------------------------------------------------------------------------------
 # Memory that torch's CUDA kernels take beside their results, which a run on fake CPU tensors does not show.
@@ -250,11 +251,13 @@ class StorageMeter(TorchDispatchMode):
     last reference is gone, even where that happens after the meter was left. ``limit`` in bytes stops
     the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``gpu``: count what the
     kernels of that GPU take beside, and keep in ``requests`` what its allocator is asked for, in order.
+    ``varies`` becomes True where an operator ran whose bytes depend on values.
     """
 
     def __init__(self, limit: int | None = None, gpu: Gpu | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
+        self.varies = False
         self.limit = limit
         self.requests: Requests = []
         self._gpu = gpu
@@ -317,6 +320,8 @@ class StorageMeter(TorchDispatchMode):
         """Run one of our operators as its Python body. On fake tensors, whose body computes nothing, what a
         call like it took before is counted instead: its highest bytes, and those that its results stand in.
         """
+        ours = called(func)
+        self.varies |= ours is not None and ours.spec.varies
         returns = bool(func._schema.returns)
         fresh = not (returns and func._schema.is_mutable)  # what it returns, if anything, is its own
         fake = fresh and any(isinstance(t, FakeTensor) for t in tensors_of(args))

@@ -337,7 +337,7 @@ def _(saved: Sequence[Tensor], grads: Sequence[Tensor], call: str) -> list[Tenso
     return [form.empty(grads[0].device) for form in _CALLS[call].gradient_forms]
 
 
-declare(OpSpec("opaque", backward=OpPass(), kept=True))
+declare(OpSpec("opaque", backward=OpPass(), kept=True, varies=True))
 
 
 @runtime_checkable

@@ -427,11 +427,13 @@ class Mixin(Saving, Updates, Evaluation):
         program = self._programmed()
         if program.plans_only:
             return program
-        with _in_train_mode(self.model):  # what comes first may be an evaluation
-            if micro and self.is_in_train and not self._planned:
-                self._plan_training(program, micro)
-            if not is_owned(self.model):
-                program.prepare(micro, **self._preparation())
+        plans = bool(micro) and self.is_in_train and not self._planned
+        if plans or not is_owned(self.model):
+            with _in_train_mode(self.model):  # what comes first may be an evaluation
+                if plans:
+                    self._plan_training(program, micro)
+                if not is_owned(self.model):
+                    program.prepare(micro, **self._preparation())
         if self._checkpoint is not None:
             program.load(self._checkpoint)
             self._checkpoint = None

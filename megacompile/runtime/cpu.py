@@ -2,7 +2,8 @@
 
 Compute runs in the calling thread; transfers are real copies and updates real passes over host memory
 on worker threads. Weights live in one slab. In the first step of each program, every tensor that blocks
-create is counted by a meter that refuses to exceed the budget; later steps make tensors of the same sizes.
+create is counted by a meter that refuses to exceed the budget. Later steps make tensors of the same sizes.
+Where functions of the user's allocate inside of a step, every one is counted.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class CpuDevice(Device):
     def start(self, trace: Trace) -> Iterator[None]:
         self.streams.begin(trace)
         self._meter.forget_peak()
+        self._meter.varies = False
         try:
             yield
         except BaseException:
@@ -93,7 +95,8 @@ class CpuDevice(Device):
             raise
         if self._counts:
             self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)
-            self._counted[id(self._step)] = self._step
+            if not self._meter.varies:
+                self._counted[id(self._step)] = self._step
 
     def counted(self) -> AbstractContextManager[object]:
         return self._meter if self._counts else nullcontext()

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import megacompile
-from megacompile.errors import BudgetError, CaptureError, MegacompileError
+from megacompile.errors import BudgetError, BudgetExceededError, CaptureError, MegacompileError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -323,6 +323,18 @@ class Noise(Function):
         return grads[0] * ctx.kept
 
 
+class Grows(Function):
+    """Allocate much where a value is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2 + torch.zeros(1 << 20 if float(x.max()) > 10 else 1)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2
+
+
 class Chosen(Function):
     """Give what no operator can, or, if it is to, only where a value is large."""
 
@@ -592,6 +604,15 @@ def test_a_function_that_gives_another_shape_for_other_values_is_stopped() -> No
     program, (batch,) = compiled(Model(lambda b, x: Chosen.apply(x, 0).sum(0))), batches(1)
     program.train_step(batch)
     with pytest.raises(MegacompileError, match=r"Chosen, a torch\.autograd\.Function, gave .* \(forms"):
+        program.train_step(batch | {"x": batch["x"] * 1000})
+
+
+def test_memory_that_depends_on_values_is_counted_in_every_step() -> None:
+    torch.manual_seed(0)
+    program, (batch,) = compiled(Model(lambda b, x: Grows.apply(x)), "1MB"), batches(1)
+    for _ in range(2):
+        program.train_step(batch)
+    with pytest.raises(BudgetExceededError, match="bytes of temporaries"):
         program.train_step(batch | {"x": batch["x"] * 1000})
 
 
