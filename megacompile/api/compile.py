@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -275,7 +273,7 @@ def compile(
     """
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     if isinstance(model, nn.Module):
-        reclaim(model)
+        reclaim(model, optimizer)
     check_model(model, weights)
     model = unwrapped(model)
     world = World(find_ranks(mesh))
@@ -290,8 +288,6 @@ def compile(
                 f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "
                 "groups, before it is known whether an update is made: leave on_nonfinite out."
             )
-        if world.rank == 0:
-            _announce(compute_dtype)
         settings = Settings(
             device=backend.device,
             open_device=lambda: backend.open(budget, world),
@@ -383,18 +379,6 @@ def _budgets(
         said = world.exchange(lambda: f"{budget} {host // world.local}".encode())
     of_ranks = [[int(number) for number in text.split()] for text in said]
     return min(device for device, _ in of_ranks), min(share for _, share in of_ranks)
-
-
-@functools.cache
-def _announce(compute_dtype: torch.dtype) -> None:
-    """Say once per process how to get more precision, where there is more."""
-    if compute_dtype == torch.float32:
-        return
-    text = (
-        "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
-        "bf16=False of a trainer, is full precision from end to end"
-    )
-    print(f"megacompile: {text}", file=sys.stderr)
 
 
 __all__ = ["BudgetError", "MegacompileError", "Program", "compile"]

@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -410,6 +411,7 @@ class Program:
         """
         self._ready()
         session = self._session
+        session.values.refuse_dropped()
 
         def weigh(micro: list[Batch]) -> list[float]:
             if weight is None:
@@ -431,13 +433,17 @@ class Program:
 
     @alone
     def drop_gradients(self) -> None:
-        """Forget the gradients that :meth:`forward_backward` has gathered."""
+        """Forget the gradients that :meth:`forward_backward` has gathered, as ``zero_grad()`` of the model or
+        of its optimizers does."""
         self._session.synchronize()
         self._session.drop_gradients()
 
     @alone
     def close(self) -> None:
-        """Finish what is under way and end the worker threads; the state can still be read."""
+        """Finish what is under way and end the worker threads; the state can still be read.
+
+        The next program that is compiled for the model takes its values from this one.
+        """
         session = self._session
         lost: DeviceLostError | None = None
         try:
@@ -445,13 +451,12 @@ class Program:
                 session.synchronize()
         except DeviceLostError as error:
             lost = error
-        if session.runtime is not None:
-            session.runtime.close()
+        session.close()
         self.world.disconnect()
         self._closed = True
-        session.refuse_training(
-            session.inconsistent or "The program was closed: compile the model again to train on."
-        )
+        session.refuse_training(session.inconsistent or _CLOSED)
+        give_up = weakref.WeakMethod(self._give_up)  # a program that is dropped is not kept by this
+        session.values.given_up_by(lambda optimizer: (give_up() or (lambda _: None))(optimizer))
         session.finish_saving()
         if lost is not None:
             raise lost
@@ -461,8 +466,8 @@ class Program:
     def release(self) -> nn.Module:
         """Give the model its values back, free the program's own, moments too, and close it.
 
-        Returns the model, an ordinary one again. Its values need host memory beside the state until that is
-        freed.
+        Returns the model, an ordinary one again, with the values of the last step, also where
+        :meth:`sync_to` gave it some before. Its values need host memory beside the state until that is freed.
         """
         self.close()
         with self.world.together():
@@ -500,7 +505,16 @@ class Program:
     def __getstate__(self) -> Any:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 
-    def _give_up(self) -> None:
+    def _give_up(self, optimizer: Any) -> None:
+        """Release the model to another program, which updates by ``optimizer``."""
+        if self._session.inconsistent not in ("", _CLOSED):
+            raise ProgramError(self._session.inconsistent)
+        if self._closed and self._session.calls and self._session.updates_by(optimizer):
+            warnings.warn(
+                "The moments of this optimizer went with the closed program that held them, and start from "
+                "zero: program.save before, and load after, carry them over.",
+                stacklevel=5,
+            )
         self.release()
         self._session.refuse_training(
             "Another program has taken over the model of this one: use that one, or make another trainer."
@@ -517,6 +531,7 @@ class Program:
             )
         if runtime is None or not runtime.has_gradients:
             raise ProgramError("No gradient is waiting: call forward_backward(batch) first.")
+        self._session.values.refuse_dropped()
         self._session.check_model()
         return {"optimizer": described_optimizer(self._session)}
 
@@ -714,7 +729,8 @@ class Program:
         So is the program's own model, with its optimizer, without moments.
 
         The program keeps its own values: what is changed in the model later is trained only after
-        ``load_state_dict(model.state_dict())``. Several ranks call it together, and each gets the values.
+        ``load_state_dict(model.state_dict())``, and :meth:`release` replaces it once the program has trained
+        on. Buffers are the model's own, in both. Several ranks call it together, and each gets the values.
         """
         self.synchronize()
         with self._session.world.together():
@@ -925,17 +941,21 @@ class Program:
         return output
 
     def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
-        """Lay out the state, which is allocated for training."""
+        """Lay out the state, which is allocated for training: on the loss of the batch that predict is given,
+        or, where it gives none, on one of all that the forward returns, as with ``train_step(loss=...)``."""
         try:
             self.prepare(batch)
         except CaptureError as error:
             if outputs is None:
                 raise
-            raise ProgramError(
-                "Nothing is compiled yet, and no training program can be compiled for the batch that predict "
-                "was given: call program.prepare(batch) with one that gives a loss first, or compile with "
-                f"example_batch. ({error})"
-            ) from error
+            try:
+                self.prepare(batch, outputs=all_outputs)
+            except MegacompileError:
+                raise ProgramError(
+                    "Nothing is compiled yet, and no training program can be compiled for the batch that "
+                    "predict was given: call program.prepare(batch) with one that gives a loss first, or "
+                    f"compile with example_batch. ({error})"
+                ) from error
 
     def _ready(self) -> None:
         session = self._session
@@ -1050,6 +1070,9 @@ class Program:
             page_locked_bytes=runtime.device.page_locked_bytes() if runtime else 0,
             staged_bytes=runtime.device.staged_bytes() if runtime else 0,
         )
+
+
+_CLOSED = "The program was closed: compile the model again to train on."
 
 
 def _outputs_for(loss: LossOfOutputs | None, outputs: OutputsFn | None) -> OutputsFn | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -41,6 +43,7 @@ from megacompile.state.host_budget import host_bytes
 from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers
+from megacompile.state.plain_loop import watch_plain_loop
 from megacompile.state.torch_optimizer import Foreign, GroupSettings, members_of
 from megacompile.units import format_bytes, format_seconds
 
@@ -230,6 +233,8 @@ class Session:
         self.world = settings.world
         self._frozen = Frozen(model, optimizer)
         self.values = ModelValues(model, optimizer, weights)
+        self._plain_loop = watch_plain_loop(model)
+        weakref.finalize(self, self._plain_loop.remove)
         self.runtime: Runtime | None = None
         self.current: Scheduled | None = None
         self.predicted_peak = 0
@@ -246,6 +251,13 @@ class Session:
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
+
+    def updates_by(self, optimizer: Any) -> bool:
+        """Return whether an optimizer, or one of several, is one of this training's own."""
+        own = {id(each) for each in (self.optimizer, *members_of(self.optimizer))}
+        return any(
+            id(each) in own for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+        )
 
     def is_new(self, what: str) -> bool:
         """Return whether this was not said before; from now on it was."""
@@ -413,6 +425,12 @@ class Session:
         self._ran_last = None
         self.intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
 
+    def close(self) -> None:
+        """End the runtime's threads. The state stays, until the model or another program has the values."""
+        self._plain_loop.remove()
+        if self.runtime is not None:
+            self.runtime.close()
+
     def release(self) -> None:
         """Leave the values to the model alone, and free the state."""
         self.values.release()
@@ -427,10 +445,13 @@ class Session:
         assembly = scheduled.compiled.assembly
         # what may be refused comes before the model is taken
         state, device = self.world.agree(allocated)
-        self.values.take_over(state, assembly.homes, self._reading)
+        self._plain_loop.remove()
+        self.values.take_over(state, assembly.homes, self)
         self.compiler.lay_out(scheduled)
         self.runtime = Runtime(state, device)
         self._follow_modes()
+        if self.world.rank == 0:
+            _announce(self.compiler.frontend.compute_dtype)
 
     def _follow_modes(self) -> None:
         """Have the optimizers' own eval() and train(), where their classes change parameters by them, change
@@ -458,10 +479,11 @@ class Session:
             if any(group.written for group in settings):
                 self.synchronize()
                 self.values.take_back()
+                self.values.changed()
                 self.runtime.state.call(method, settings)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """No call of the program is running, and no update is under way."""
         with exclusive(self, "A copy or state_dict of the model"):
             self.synchronize()
@@ -544,6 +566,8 @@ class Session:
             losses_count=self.settings.on_nonfinite is not None,
             outside=self.outside,
         )
+        if updates:
+            self.values.changed()
         with whole_step(), self._noting_faults(), self.world.together():
             results = runtime.run(bound, inputs)
         if updates and isinstance(self.settings.optimizer_state, Foreign):
@@ -605,7 +629,8 @@ class Session:
             self.saving.finish()
 
     def go_on_from(self, progress: RunProgress) -> None:
-        """Draw the seeds that come after those of a run."""
+        """Draw the seeds that come after those of a run, whose values were read."""
+        self.values.changed()
         self.seed, self.calls = progress.seed, progress.calls
 
     def refuse_training(self, reason: str) -> None:
@@ -618,8 +643,20 @@ class Session:
             self.runtime.forget_faults()
         self.inconsistent = inconsistent
 
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether gradients wait for an update, or were lost while they did."""
+        return self.runtime is not None and (self.runtime.has_gradients or self.runtime.lost_gradients)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that wait, between two calls of the program."""
+        with exclusive(self, "zero_grad"), self.values.in_call():
+            self.synchronize()
+            self.drop_gradients()
+
     def drop_gradients(self) -> None:
         """Forget gradients that belong to a step that is not made."""
+        self.values.forget_dropped()
         if self.runtime is not None:
             self.runtime.drop_gradients()
 
@@ -647,3 +684,15 @@ class Session:
                     "program.load_state_dict, which then sets Adam's moments to zero."
                 )
             raise
+
+
+@functools.cache
+def _announce(compute_dtype: torch.dtype) -> None:
+    """Say once per process how to get more precision, where there is more."""
+    if compute_dtype == torch.float32:
+        return
+    text = (
+        "computing in bfloat16 over FP32 master weights and moments; compute_dtype=torch.float32, or "
+        "bf16=False of a trainer, is full precision from end to end"
+    )
+    print(f"megacompile: {text}", file=sys.stderr)

@@ -46,8 +46,8 @@ from megacompile.units import RESERVE, format_bytes, host_available
 
 _BELONGS = "This {} belongs to a megacompile program"
 _USED = (
-    " and holds no values: call program.train_step, evaluate, predict or generate, or program.sync_to(model) "
-    "to get the values back."
+    " and holds no values: call program.train_step, evaluate, predict or generate; compute with "
+    "copy.deepcopy(model), which has the values of now; or call program.sync_to(model) to get them back."
 )
 _LOADED = (
     " and holds no values to set: call program.load_state_dict or load, or program.sync_to(model) to get the "
@@ -73,13 +73,35 @@ _gradient_of: Any = Tensor.grad.__get__  # type: ignore[union-attr]  # whatever 
 _EMPTY: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the parts of owned models; not their copies
 
 
-class Lender(Protocol):
-    """A program that lends its model values between its calls."""
+class Owner(Protocol):
+    """The holder of a model's values, as its parameters know it."""
 
-    give_up: Callable[[], None]
+    def copied(self, name: str) -> nn.Parameter:
+        """Return a parameter of a plain copy of the model."""
+
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Forget what was gathered for a parameter; all of it, once that is asked for all parameters."""
+
+    def give_up(self, optimizer: Any) -> None:
+        """Leave the values to the model, where its program lends them or was closed; ``optimizer`` is the one
+        of the program that takes the model next."""
 
     def lend(self, name: str) -> None:
-        """Let the model hold a parameter's value; nothing within a call of the program."""
+        """Lend the model a parameter's value; nothing within a call of the program."""
+
+
+class Training(Protocol):
+    """The training that gathers gradients for a model."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether gradients wait for an update, or were lost while they did."""
+
+    def zero_grad(self) -> None:
+        """Forget them."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Keep calls of the program and its updates out of the context."""
 
 
 class _ValuesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,7 +153,10 @@ class _LentParameter(nn.Parameter):
     @property
     def grad(self) -> None:
         caller = sys._getframe(1).f_code.co_name
-        if caller in ("zero_grad", "_apply"):  # a module's or an optimizer's: nothing to do
+        if caller == "zero_grad":  # a module's or an optimizer's, whichever that is
+            _drop_gradient(self)
+            return
+        if caller == "_apply":  # a module's: nothing to do
             return
         raise ProgramError(
             "This parameter belongs to a megacompile program, which keeps its gradients: give "
@@ -145,6 +170,7 @@ class _LentParameter(nn.Parameter):
                 "This parameter belongs to a megacompile program: its gradients come from "
                 "program.forward_backward and train_step alone."
             )
+        _drop_gradient(self)
 
 
 class _OwnedParameter(_OwnedValues, _LentParameter):
@@ -206,23 +232,23 @@ def take(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     held: Container[str],
-    copied: Callable[[str], nn.Parameter],
+    owner: Owner,
     *,
     alone: bool,
-    lender: Lender | None,
+    lends: bool,
 ) -> None:
     """A program does the optimizer's updates from now on, and has the values of the parameters ``held``.
 
-    ``copied`` gives a copy of a parameter, by name, for deep copies and, in a process that trains ``alone``,
-    state dicts; it is held by a weak reference. ``lender`` is held by a strong one, as the model is of use
-    where nobody else knows the program any more.
+    ``owner`` gives copies of parameters, for deep copies and, in a process that trains ``alone``, state
+    dicts. It is held by a weak reference; where it ``lends``, by a strong one, as the model is of use where
+    nobody else knows the program any more.
     """
     use, load, pickled, step, moments = map(_Refuser, (_USED, _LOADED, _PICKLED, _STEPPED, _MOMENTS))
     handles = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             _EMPTY.add(module)
-            if lender is not None:  # also what is no plain parameter, or is used under a dispatch mode
+            if lends:  # also what is no plain parameter, or is used under a dispatch mode
                 handles += [
                     module.register_forward_pre_hook(_lend_own),
                     module.register_state_dict_pre_hook(_lend_own),  # type: ignore[no-untyped-call]
@@ -247,11 +273,12 @@ def take(
     for name, parameter in model.named_parameters():
         if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
-        if name in held and lender is not None:
-            vars(parameter)["_lender"] = lender, name
-        reduced = pickled if lender is None else types.MethodType(_pickled, parameter)
+        if name in held and lends:
+            vars(parameter)["_lender"] = owner, name
+        reduced = types.MethodType(_pickled, parameter) if lends else pickled
         parameter.__reduce_ex__ = reduced  # type: ignore[method-assign]
-        vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.WeakMethod(copied), name)
+        vars(parameter)["_owner"] = weakref.ref(owner)
+        vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.ref(owner), name)
 
 
 def lend(parameter: nn.Parameter, *, trains: bool) -> None:
@@ -287,15 +314,17 @@ def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: t
     for parameter in parameters:
         if isinstance(parameter, _LentParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("__reduce_ex__", "__deepcopy__", "_lender"):
+        for name in ("__reduce_ex__", "__deepcopy__", "_lender", "_owner"):
             vars(parameter).pop(name, None)
 
 
-def reclaim(model: nn.Module) -> None:
-    """Have programs that lend values of this model leave them to it."""
+def reclaim(model: nn.Module, optimizer: Any) -> None:
+    """Give a model that is compiled with ``optimizer`` the values that closed programs hold of it, and those
+    that lend."""
     for parameter in model.parameters():
-        if "_lender" in vars(parameter):
-            vars(parameter)["_lender"][0].give_up()
+        owner = _owner_of(parameter)
+        if owner is not None:
+            owner.give_up(optimizer)
 
 
 def is_owned(model: nn.Module) -> bool:
@@ -339,11 +368,40 @@ def _refuse_values() -> NoReturn:
     )
 
 
-def _copy(copied: weakref.WeakMethod[Callable[[str], nn.Parameter]], name: str, memo: Any) -> nn.Parameter:
-    copy = copied()
-    if copy is None:
+def _owner_of(parameter: Tensor) -> Owner | None:
+    owner: weakref.ref[Owner] | None = vars(parameter).get("_owner")
+    return None if owner is None else owner()
+
+
+def _drop_gradient(parameter: nn.Parameter) -> None:
+    owner = _owner_of(parameter)
+    if owner is not None:
+        owner.drop_gradient(parameter)
+
+
+def _copy(owner: weakref.ref[Owner], name: str, memo: Any) -> nn.Parameter:
+    holder = owner()
+    if holder is None:
         raise ProgramError(f"The program that held the values of {name} is gone: there is nothing to copy.")
-    return copy(name)
+    return holder.copied(name)
+
+
+@dataclass(frozen=True)
+class _ZeroGrad:
+    """Stands for ``zero_grad`` of an optimizer whose parameters hold values beside those of a program: drops
+    the gradients of both."""
+
+    owner: weakref.ref[Owner]
+
+    def __call__(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        owner = self.owner()
+        for parameter in _parameters_of(optimizer) if owner is not None else ():
+            owner.drop_gradient(parameter)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
@@ -398,7 +456,6 @@ class ModelValues:
     ``lent`` are the names of the parameters whose values the model has, by :meth:`lend_by`.
     """
 
-    give_up: Callable[[], None]
     _resumed: Callable[[str, tuple[int, ...]], Tensor | None] | None = None
     _mixes = False
 
@@ -409,15 +466,60 @@ class ModelValues:
         self._state: HostState | None = None
         self._homes: Mapping[str, Sequence[tuple[int, int]]] = {}
         self._named: Mapping[str, nn.Parameter] = {}  # as they were taken over
+        self._training: Callable[[], Training | None] = lambda: None
+        self._undropped: dict[int, nn.Parameter] = {}  # others' gradients were dropped, and these' not
+        self._gives_up: Callable[[Any], None] | None = None
+        self._newer = False  # than those that the model was given beside them
         self.lending: Lending | None = None
         self.lent: set[str] = set()
         self._caller: int | None = None  # the thread that is in a call of the program
 
-    def lend_by(self, lending: Lending, give_up: Callable[[], None]) -> None:
+    def lend_by(self, lending: Lending, give_up: Callable[[Any], None]) -> None:
         """Lend each parameter to the model when it is touched, until the program is called next. To be called
-        before the model is taken over; ``give_up`` ends the program, where another one is to have the model.
+        before the model is taken over; ``give_up`` is that of :meth:`given_up_by`.
         """
-        self.lending, self.give_up = lending, give_up
+        self.lending, self._gives_up = lending, give_up
+
+    def given_up_by(self, give_up: Callable[[Any], None]) -> None:
+        """Have ``give_up`` end the program, where another one, with the optimizer that it is given, is to
+        have the model."""
+        self._gives_up = self._gives_up or give_up
+
+    def give_up(self, optimizer: Any) -> None:
+        """Leave the values to the model, where :meth:`given_up_by` says how."""
+        if self._gives_up is not None:
+            self._gives_up(optimizer)
+
+    def changed(self) -> None:
+        """Note that the program's values have become others than the model was given beside them."""
+        self._newer = True
+
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Forget the gradients that the program has gathered, once that was asked for all parameters."""
+        training = self._training()
+        if training is None or not training.has_gradients:
+            return
+        if not self._undropped:
+            optimizers = {self._optimizer, *members_of(self._optimizer)}
+            trained = (p for each in optimizers for p in _parameters_of(each) if p.requires_grad)
+            self._undropped = {id(p): p for p in trained}
+        self._undropped.pop(id(parameter), None)
+        if not self._undropped:
+            training.zero_grad()
+
+    def forget_dropped(self) -> None:
+        """Forget which gradients were dropped, as none are gathered any more."""
+        self._undropped.clear()
+
+    def refuse_dropped(self) -> None:
+        """Refuse to go on with gradients that were dropped for some of the parameters, and not for others."""
+        names = [name for name, parameter in self._named.items() if id(parameter) in self._undropped]
+        if names:
+            raise ProgramError(
+                "zero_grad() or .grad = None has dropped the gradients of some parameters since "
+                f"forward_backward, and not those of {names[0]}: a program drops all or none, so call "
+                "zero_grad() of the model or of all optimizers, or program.drop_gradients()."
+            )
 
     def refuse_taken(self) -> None:
         """Refuse a model that another program has taken over, and an optimizer that was stepped already."""
@@ -429,23 +531,21 @@ class ModelValues:
         self,
         state: HostState,
         homes: Mapping[str, Sequence[tuple[int, int]]],
-        reading: Callable[[], AbstractContextManager[None]],
+        training: Training,
     ) -> None:
-        """Move the values into a program's state; the model keeps none of those that have a home there.
-
-        Within ``reading`` all updates of the state are over.
-        """
+        """Move the values into the state of a program's ``training``; the model keeps none of those that have
+        a home there."""
         _move(self.model, state, homes, self._source)
         self._source = self._resumed = None  # and with it what it may hold
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
-        self._reading = weakref.WeakMethod(reading)  # of what holds these values itself
+        self._training = weakref.ref(training)  # which holds these values itself
         self._named, alone = dict(self.model.named_parameters()), state.world.size == 1
-        if self.lending is not None and alone:
-            self._reads = reading  # which the model now keeps
-        lender = self if self.lending is not None and alone else None  # ranks would have to read together
-        take(self.model, self._optimizer, homes, self.copied, alone=alone, lender=lender)
+        lends = self.lending is not None and alone  # ranks would have to read together
+        if lends:
+            self._kept_training = training  # by the model, now
+        take(self.model, self._optimizer, homes, self, alone=alone, lends=lends)
         self._owns = True
 
     @contextmanager
@@ -468,7 +568,7 @@ class ModelValues:
         if self._caller == threading.get_ident():
             return
         self.lending.check()
-        with self._reads():
+        with self._kept_training.reading():
             parameter = self._named[name]
             if name in self.lent:
                 return
@@ -480,7 +580,7 @@ class ModelValues:
                     "export, or, after training, trainer.release()."
                 )
             set_value(parameter, self._read(name, parameter))
-            lend(parameter, trains=self.lending.trains)
+            lend(parameter, trains=self.lending.trains or self._kept_training.has_gradients)
             self.lent.add(name)
 
     def _take_back(self, name: str) -> None:
@@ -507,8 +607,8 @@ class ModelValues:
                 "Copying a model that several ranks train is not there: make another one, and call "
                 "program.sync_to(it) on all ranks."
             )
-        reading, parameter = self._reading(), self._named[name]
-        with reading() if reading is not None else nullcontext():
+        training, parameter = self._training(), self._named[name]
+        with training.reading() if training is not None else nullcontext():
             lent = name in self.lent
             if is_coded(parameter):
                 return copied_weight(parameter, self._read(name, parameter))
@@ -593,20 +693,24 @@ class ModelValues:
             raise MegacompileError(
                 f"This {type(model).__name__} belongs to another program: give one that holds its own values."
             )
-        if model is self.model:
+        if model is self.model and (self._owns or self._state is None):
             named = self._named or dict(model.named_parameters())
             for name, value in self._everywhere():
                 if named[name].is_meta or (name in self._homes and name not in self.lent):
                     set_value(named[name], value)
             self.lent.clear()
             give_back(model, named.values(), self._optimizer)
-            self._owns = False
+            for each in {self._optimizer, *members_of(self._optimizer)}:
+                each.zero_grad = types.MethodType(_ZeroGrad(weakref.ref(self)), each)  # type: ignore[method-assign]
+            self._owns = self._newer = False
             return
         settle(model)
         targets = self._counterparts(model)
         for name, value in itertools.chain(self._everywhere(), self.buffers().items()):
             for target in targets[name]:
                 _set(target, value)
+        if model is self.model:
+            self._newer = False
 
     def _everywhere(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what :meth:`parameters` gives the first of several ranks, on each of them."""
@@ -617,9 +721,12 @@ class ModelValues:
             yield name, value
 
     def release(self) -> None:
-        """The model alone holds its values."""
-        if self._owns:
+        """The model alone holds its values, which are the program's, if these changed since the model was
+        given some."""
+        if self._owns or self._newer:
             self.copy_to(self.model)
+        for each in {self._optimizer, *members_of(self._optimizer)}:
+            vars(each).pop("zero_grad", None)
         self._state, self._homes, self._named = None, {}, {}
 
     def _counterparts(self, model: nn.Module) -> dict[str, list[Tensor]]:
@@ -673,6 +780,7 @@ class ModelValues:
     def _write(self, name: str, target: Tensor, value: Tensor) -> None:
         if name in self._homes:
             assert self._state is not None
+            self.changed()
             self._state.write_whole(self._homes[name], value)
         else:
             _set(target, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import time
 import warnings
@@ -33,6 +34,7 @@ from megacompile.units import format_bytes
 
 _LOCK = "megacompile.lock"
 _PATTERN = "megacompile-*.scratch"
+_NUMBERS = itertools.count()  # of the files of this process, each a program's
 
 
 def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -63,8 +65,26 @@ def _unusable(folder: Path, error: OSError) -> MegacompileError:
     return MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.")
 
 
-def lock_folder(folder: Path) -> int:
-    """Take the folder, or say who has it; files that a dead process left there are removed."""
+class FolderLock:
+    """A folder that this process has, for as long as any of its programs holds this."""
+
+    def __init__(self, folder: Path) -> None:
+        weakref.finalize(self, os.close, _locked(folder))
+
+
+_LOCKS: weakref.WeakValueDictionary[tuple[int, Path], FolderLock] = weakref.WeakValueDictionary()
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Take the folder for this process, or say which one has it; what a dead process left is removed."""
+    key = os.getpid(), folder
+    lock = _LOCKS.get(key)
+    if lock is None:
+        lock = _LOCKS[key] = FolderLock(folder)
+    return lock
+
+
+def _locked(folder: Path) -> int:
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -75,7 +95,7 @@ def lock_folder(folder: Path) -> int:
         owner = os.read(lock, 32).decode().strip()
         os.close(lock)
         raise MegacompileError(
-            f"offload_dir={str(folder)!r} is in use by process {owner}: give each program its own directory."
+            f"offload_dir={str(folder)!r} is in use by process {owner}: give each process its own directory."
         ) from error
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
@@ -187,13 +207,13 @@ class Storage:
         self._files: list[int] = []
         self._readers = ThreadPoolExecutor(DEPTH, "megacompile-read")
         self._writers = ThreadPoolExecutor(DEPTH, "megacompile-write")
-        locks: list[int] = []
+        locks: list[FolderLock] = []
         pools = [self._readers, self._writers]
         self._close = weakref.finalize(self, _release, os.getpid(), self.paths, self._files, locks, pools)
         try:
             for folder, nbytes in zip(folders, self._ends, strict=True):
                 locks.append(lock_folder(folder))
-                self.paths.append(folder / f"megacompile-{os.getpid()}.scratch")
+                self.paths.append(folder / f"megacompile-{os.getpid()}-{next(_NUMBERS)}.scratch")
                 self._files.append(create_file(self.paths[-1], nbytes))
         except BaseException:
             self.close()
@@ -308,7 +328,7 @@ def _blocks(
 
 
 def _release(
-    owner: int, paths: list[Path], files: list[int], locks: list[int], pools: list[ThreadPoolExecutor]
+    owner: int, paths: list[Path], files: list[int], locks: list[FolderLock], pools: list[ThreadPoolExecutor]
 ) -> None:
     if os.getpid() != owner:
         return  # a forked child leaves its parent's files alone
@@ -319,8 +339,7 @@ def _release(
         os.close(file)
     for path in paths:
         path.unlink(missing_ok=True)
-    for lock in locks:
-        os.close(lock)
+    locks.clear()
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from megacompile.errors import MegacompileError
 from megacompile.schedule.workload import MatrixUpdates
 from megacompile.state import adam, muon
 from megacompile.state.master_layout import own_part, owned, strided
+from megacompile.state.plain_loop import foreign_hooks
 
 CHUNK = 1 << 19  # elements that a clone steps over where it may: 2 MB of each array
 PREFIX = "state."  # of the names of arrays, so that none is "weights" or "low"
@@ -775,7 +776,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         raise MegacompileError(
             f"This {kind.__name__} has a step of its own, which would never run: remove it."
         )
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+    before = torch_optimizer._global_optimizer_pre_hooks.values()
+    if foreign_hooks(before) or torch_optimizer._global_optimizer_post_hooks:
         raise MegacompileError(
             "A step hook is registered for all optimizers, which would never run: remove it."
         )

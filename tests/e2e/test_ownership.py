@@ -82,7 +82,8 @@ def test_a_model_that_was_given_back_trains_in_plain_pytorch() -> None:
 
 def test_steps_taken_between_compile_and_the_first_batch_are_not_lost_silently() -> None:
     program, model, optimizer = owned(example_batch=None)
-    train_plainly(model, optimizer)
+    with pytest.warns(UserWarning, match="in plain PyTorch"):
+        train_plainly(model, optimizer)
     with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
         program.train_step(batch_for("plain"))
 
@@ -177,11 +178,116 @@ def test_gradients_are_not_looked_for_where_they_are_not() -> None:
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(ProgramError, match="forward_backward"):
         next(model.parameters()).grad = torch.zeros(16, 16)
+    program.optimizer_step()
     optimizer.zero_grad()
     model.zero_grad()
-    program.optimizer_step()
     program.sync_to(model)
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+def by_assignment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+DROPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "another optimizer": lambda model, optimizer: torch.optim.SGD(model.parameters(), 1.0).zero_grad(),
+    "parts": lambda model, optimizer: [part.zero_grad() for part in model.children()],
+    "assignment": by_assignment,
+}
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_every_way_to_drop_gradients_drops_those_of_the_program(faulty: bool) -> None:
+    """Those of micro-batches whose loss was not finite, too; their norms go with them."""
+    program, model, optimizer = owned(max_grad_norm=1.0)
+    before, batch = program.state_dict(), batch_for("plain")
+    for name, drop in DROPS.items():
+        program.forward_backward(batch, weight=float("nan") if faulty else 1e3)
+        drop(model, optimizer)
+        with pytest.raises(ProgramError, match="No gradient is waiting"):
+            program.optimizer_step()
+        assert all(torch.equal(value, before[key]) for key, value in program.state_dict().items()), name
+    fresh, *_ = owned(max_grad_norm=1.0)
+    for each in (program, fresh):
+        each.forward_backward(batch)
+        norm = each.optimizer_step().grad_norm
+        assert norm is not None and torch.isfinite(norm)
+    after = fresh.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in program.state_dict().items())
+
+
+def test_gradients_that_are_dropped_in_part_are_refused_by_name() -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    halves = [list(part.parameters()) for part in (model.blocks, model)]
+    ids = {id(p) for p in halves[0]}
+    optimizers = [
+        torch.optim.SGD([p for p in half if half is halves[0] or id(p) not in ids], 0.1) for half in halves
+    ]
+    program = megacompile.compile(model, "1GB", optimizer=optimizers, compute_dtype=torch.float32)
+    program.forward_backward(batch_for("plain"))
+    optimizers[0].zero_grad()
+    for call in (program.optimizer_step, lambda: program.forward_backward(batch_for("plain"))):
+        with pytest.raises(ProgramError, match=r"not those of .*program\.drop_gradients"):
+            call()
+    optimizers[1].zero_grad()
+    with pytest.raises(ProgramError, match="No gradient is waiting"):
+        program.optimizer_step()
+    program.train_step(batch_for("plain"))
+
+
+def test_a_plain_step_beside_a_program_that_never_ran_is_told_once() -> None:
+    program, model, optimizer = owned(example_batch=None)
+    model(**batch_for("plain")).backward()
+    with pytest.warns(UserWarning, match=r"plain PyTorch.*program\.train_step") as told:
+        optimizer.step()
+        optimizer.step()
+    assert len(told) == 1 and told[0].filename == __file__
+    program.close()
+    first, second = (owned(example_batch=None) for _ in range(2))
+    first[0].close()
+    second[0].train_step(batch_for("plain"))
+    second[0].release()
+    for _, model, optimizer in (first, second):  # what is no program's any more trains as ever
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train_plainly(model, optimizer)
+
+
+@pytest.mark.parametrize("way", ["sync_to", "load_state_dict"])
+def test_release_gives_the_values_of_the_last_step(way: str) -> None:
+    program, model, _ = owned()
+    program.train_step(batch_for("plain"))
+    program.sync_to(model)
+    if way == "load_state_dict":
+        program.load_state_dict(program.state_dict())
+    program.train_step(batch_for("plain"))
+    trained = program.state_dict()
+    assert program.release() is model
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_a_closed_program_gives_its_model_to_the_next_one() -> None:
+    """With a warning where the optimizer's moments do not go along; not after a step that stopped midway."""
+    first, model, optimizer = owned()
+    with first:
+        first.train_step(batch_for("plain"))
+    trained = first.state_dict()
+    with pytest.warns(UserWarning, match=r"moments.*start from zero"):
+        second = megacompile.compile(
+            model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, example_batch=batch_for("plain")
+        )
+    assert all(torch.equal(value, trained[name]) for name, value in second.state_dict().items())
+    with pytest.raises(ProgramError, match="Another program has taken over"):
+        first.train_step(batch_for("plain"))
+    second._session.refuse_training("A step stopped in the middle: load a checkpoint.")
+    second.close()
+    with pytest.raises(ProgramError, match="stopped in the middle"):
+        megacompile.compile(model, "1GB", compute_dtype=torch.float32)
+    second.load_state_dict(trained)  # which heals it
 
 
 USES: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -306,13 +306,48 @@ def test_with_a_loss_function_the_forward_is_given_what_it_takes() -> None:
 
 def test_before_the_first_step() -> None:
     model, batch = build("gpt2"), batch_for("gpt2")
-    program = compiled(copy.deepcopy(model))
-    with pytest.raises(megacompile.ProgramError, match=r"program\.prepare\(batch\)"):
-        program.predict(without(batch, "labels"))
-    assert_same(program.predict(batch), expected(model, batch))  # which lays out the state
-    assert_same(program.predict(without(batch, "labels")), expected(model, without(batch, "labels")))
-    program.train_step(batch)
-    program.close()
+    for first in (batch, without(batch, "labels")):
+        program = compiled(copy.deepcopy(model))
+        assert_same(program.predict(first), expected(model, first))  # which lays out the state
+        assert_same(program.predict(without(batch, "labels")), expected(model, without(batch, "labels")))
+        program.train_step(batch)
+        program.close()
+
+
+def test_generator_and_discriminator_as_their_plain_loop() -> None:
+    """A forward of the generator comes first; its loss is computed by a copy of the discriminator."""
+    torch.manual_seed(0)
+    makes, judges = (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, n)) for n in (4, 1))
+    plain = copy.deepcopy((makes, judges))
+    criterion, one, zero = nn.BCEWithLogitsLoss(), torch.ones(8, 1), torch.zeros(8, 1)
+    programs = [
+        megacompile.compile(
+            model,
+            "1MB",
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            compute_dtype=torch.float32,
+            **options,
+        )
+        for model, options in ((makes, {}), (judges, {"loss_fn": criterion}))
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in plain]
+    for _ in range(3):
+        real, noise = torch.randn(8, 4), torch.randn(8, 4)
+        fake = programs[0].predict(noise)
+        programs[1].train_step((torch.cat([real, fake]), torch.cat([one, zero])))
+        judged = functools.partial(lambda judge, _, made: criterion(judge(made), one), copy.deepcopy(judges))
+        loss = programs[0].train_step(noise, loss=judged).loss
+        made = plain[0](noise)
+        criterion(plain[1](torch.cat([real, made.detach()])), torch.cat([one, zero])).backward()
+        optimizers[1].step()
+        expected_loss = criterion(plain[1](made), one)
+        optimizers[0].zero_grad()
+        expected_loss.backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-5, atol=1e-6)
+    for program in programs:
+        program.close()
 
 
 def test_one_batch_and_what_the_function_raises() -> None:

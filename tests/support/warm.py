@@ -15,7 +15,7 @@ import tqdm
 from torch import nn
 
 import megacompile
-from megacompile.api import compile
+from megacompile.api import session
 
 
 def compile_once() -> None:
@@ -27,7 +27,7 @@ def compile_once() -> None:
             loss_fn=lambda out, batch: out.sum(), example_batch=torch.zeros(2, 4, dtype=torch.bfloat16),
         )  # fmt: skip
         program.close()
-    compile._announce.cache_clear()  # each process says it once
+    session._announce.cache_clear()  # each process says it once
 
 
 tqdm.tqdm.monitor_interval = 0  # torch makes a progress bar for each graph that it runs; no thread for it

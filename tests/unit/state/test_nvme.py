@@ -168,11 +168,21 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         Storage([tmp_path / "nowhere"], {})
     with pytest.raises(MegacompileError, match="twice"):
         Storage([tmp_path, str(tmp_path) + "/."], {})
-    first = Storage([tmp_path], {})
-    with pytest.raises(MegacompileError, match=f"in use by process {os.getpid()}: give each program"):
-        Storage([tmp_path], {})
+
+
+def test_storages_of_one_process_share_a_directory(tmp_path: Path) -> None:
+    first, second = (Storage([tmp_path], {"state": PAGE}) for _ in range(2))
+    ones, twos = (filled(PAGE, value) for value in (1, 2))
+    expected = ones.clone(), twos.clone()
+    first.write("state", ones)
+    second.write("state", twos)
+    first.read("state", twos)
+    assert torch.equal(twos, expected[0])
     first.close()
-    Storage([tmp_path], {}).close()
+    second.read("state", ones)
+    assert torch.equal(ones, expected[1])
+    second.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["megacompile.lock"]
 
 
 HOLDER = """

@@ -1,0 +1,50 @@
+"""An ordinary training loop beside a compiled model, told of at its first step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+def watch_plain_loop(model: nn.Module) -> RemovableHandle:
+    """Warn when an optimizer first steps by gradients that plain PyTorch has computed for ``model``.
+
+    The handle that it returns ends this; a program removes it when it takes the model over.
+    """
+    watch = _Watch(weakref.ref(model))
+    watch.handle = register_optimizer_step_pre_hook(watch)
+    return watch.handle
+
+
+def foreign_hooks(hooks: Iterable[Any]) -> bool:
+    """Return whether any of the step hooks of all optimizers is another than :func:`watch_plain_loop`'s."""
+    return any(not isinstance(hook, _Watch) for hook in hooks)
+
+
+class _Watch:
+    """The hook, which torch calls before the step of any optimizer."""
+
+    handle: RemovableHandle
+
+    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+        self._model = model
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        model = self._model()
+        own = {id(p) for p in model.parameters() if p.grad is not None} if model is not None else set()
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.handle.remove()
+        warnings.warn(
+            f"This step of {type(optimizer).__name__} trains the model in plain PyTorch, without the memory "
+            "budget of its megacompile program, which has run nothing yet: call program.train_step(batch) in "
+            "the place of forward, backward and step.",
+            stacklevel=3,
+        )
