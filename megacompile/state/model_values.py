@@ -396,8 +396,9 @@ class _ZeroGrad:
     def __call__(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         type(optimizer).zero_grad(optimizer, set_to_none)
         owner = self.owner()
-        for parameter in _parameters_of(optimizer) if owner is not None else ():
-            owner.drop_gradient(parameter)
+        if owner is not None:
+            for parameter in _parameters_of(optimizer):
+                owner.drop_gradient(parameter)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -422,7 +422,8 @@ def test_what_would_not_run_or_has_run_is_refused() -> None:
     late = torch.optim.RMSprop(parameters)
     program = megacompile.compile(model, "1GB", optimizer=late, compute_dtype=torch.float32)
     model(**batch(0)).backward()
-    late.step()
+    with pytest.warns(UserWarning, match="in plain PyTorch"):
+        late.step()
     model.zero_grad()
     with pytest.raises(megacompile.MegacompileError, match="already taken steps"):
         program.train_step(batch(0))
