@@ -3,16 +3,22 @@
 A dataclass becomes an object, or the list of its fields' values; a tuple becomes a list. Reading builds
 nothing but what the type hints say; any other text, NaN and infinity included, is a
 :class:`MegacompileError` that names the place.
+
+Files that programs write for programs are :func:`sealed` by a digest: checkpoints, schedules, what caches
+keep. Files that people edit, plan.json and machine.json, have none: each of their numbers is checked, and a
+plan is proven, whoever wrote it.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import json
 import math
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
@@ -21,6 +27,7 @@ _hints = functools.cache(get_type_hints)
 LATER = "later"
 """In the metadata of a dataclass's last fields: left out where it and those after it have their defaults, so
 that texts, and digests of them, are as before there was such a field."""
+_LONGEST = 1 << 30  # bytes of a file that is read; the manifest of a checkpoint of 100,000 pieces has 100 MB
 
 
 @functools.cache
@@ -35,23 +42,59 @@ def _later(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if LATER in f.metadata}
 
 
+def read_text(path: Path) -> str:
+    """Read a whole file of UTF-8; :class:`MegacompileError` names one that cannot be read."""
+    try:
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= _LONGEST else None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError, and a path with a null byte
+        raise MegacompileError(f"{path} cannot be read: {error}.") from error
+    if text is None:
+        raise MegacompileError(
+            f"{path} is too large to be one of megacompile's files: it has {size:,} bytes."
+        )
+    return text
+
+
 def parse_json(text: str, what: str, *, finite: bool = True) -> Any:
     """The value of a JSON text; ``what`` begins the sentence about one that is none.
 
     Infinity is taken where numbers need not be ``finite``, NaN nowhere.
     """
 
-    def constant(name: str) -> float:
-        return _refuse(what, name) if finite or name == "NaN" else float(name)
+    def number(name: str) -> float:
+        value = float(name)  # "1e999" is infinite
+        return _refuse(what, name) if math.isnan(value) or (finite and math.isinf(value)) else value
 
     try:
-        return json.loads(text, parse_constant=constant)
+        return json.loads(text, parse_constant=number, parse_float=number)
     except RecursionError as error:
         raise MegacompileError(f"{what} is no JSON that can be read: it is nested too deeply.") from error
     except ValueError as error:  # JSONDecodeError, and numbers of thousands of digits
         if isinstance(error, MegacompileError):
             raise
         raise MegacompileError(f"{what} is no JSON, or was cut off: {error}.") from error
+
+
+def sealed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add a digest of all ``fields``, plain JSON values, to them; :func:`unsealed` checks it."""
+    return {"digest": _digest(fields), **fields}
+
+
+def unsealed(given: Any, what: str) -> dict[str, Any]:
+    """The fields that were sealed; :class:`MegacompileError` where they are not those of the digest."""
+    if not isinstance(given, dict) or "digest" not in given:
+        raise MegacompileError(f"{what} is damaged: it has no digest.")
+    found = {name: value for name, value in given.items() if name != "digest"}
+    if given["digest"] != _digest(found):
+        raise MegacompileError(f"{what} is damaged, or was changed: its digest is that of other content.")
+    return found
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256 of the values, however their text is laid out."""
+    text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_plain(value: Any, named: bool = True) -> Any:
@@ -97,8 +140,11 @@ def from_plain(kind: Any, value: Any, where: str, partial: bool = False) -> Any:
             return None
         (inner,) = (a for a in arguments if a is not type(None))
         return from_plain(inner, value, where, partial)
-    if kind is float:
-        if type(value) in (int, float) and math.isfinite(value):
+    if kind is float or kind is int:
+        # of 64 bits: a larger one is no count of anything, and a float may not hold it
+        if type(value) is int and -(1 << 63) <= value < 1 << 64:
+            return value
+        if kind is float and type(value) is float and math.isfinite(value):
             return value
     elif type(value) is kind:
         return value

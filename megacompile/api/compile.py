@@ -60,8 +60,8 @@ def check_settings(
         raise MegacompileError(f"max_grad_norm={max_grad_norm!r} must be a positive number, or None.")
     if on_nonfinite not in (None, "skip", "raise"):
         raise MegacompileError(f"on_nonfinite={on_nonfinite!r} must be 'skip', 'raise' or None.")
-    if not isinstance(seed, int):
-        raise MegacompileError(f"seed={seed!r} must be an integer.")
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        raise MegacompileError(f"seed={seed!r} must be an integer of 64 bits.")
     if max_seq_len is not None and not (isinstance(max_seq_len, int) and max_seq_len > 0):
         raise MegacompileError(f"max_seq_len={max_seq_len!r} must be a positive integer, or None.")
     if loss_fn is not None and not callable(loss_fn):

@@ -684,7 +684,7 @@ class Program:
 
     def _open(self, folder: Path, state: HostState, buffers: Mapping[str, Tensor]) -> Checkpoint:
         found = Checkpoint(folder, state, buffers)
-        check_settings(self.optimizer, self.model, found.progress.param_groups)
+        check_settings(self.optimizer, self.model, found.progress.param_groups, folder)
         return found
 
     @alone

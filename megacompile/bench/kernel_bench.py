@@ -26,7 +26,7 @@ import megacompile.capture.quantized_weights
 import megacompile.capture.sdpa  # noqa: F401  # they declare operators
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import from_plain, parse_json, read_text, to_plain
 from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
 from megacompile.kernels.registry import CALLED, SPECS, Cost, Function, Operation, Shape, normal
 from megacompile.runtime.call_context import first_line
@@ -442,7 +442,7 @@ def read_calls(plan: Path) -> Calls:
             f"--plan {plan}: the shapes of a plan stand in kernel_calls.json beside it, which is missing: "
             "give the plan.json of a dump (megacompile.compile(..., dump=folder))."
         )
-    items = from_plain(list[dict[str, Any]], parse_json(path.read_text(), str(path)), str(path))
+    items = from_plain(list[dict[str, Any]], parse_json(read_text(path), str(path)), str(path))
     counts = [from_plain(int, item.pop("calls", None), f"{path}: calls") for item in items]
     calls = from_plain(tuple[KernelCall, ...], items, str(path), partial=True)
     return total(zip(calls, counts, strict=True))
@@ -600,10 +600,7 @@ def _plot(path: Path, rows: Sequence[Row]) -> Path | None:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a kernels.json."""
     what = f"--compare {path}: this is no kernels.json of bench kernels; it"
-    try:
-        document = parse_json(path.read_text(), what)
-    except OSError as error:
-        raise MegacompileError(f"--compare {path} cannot be read: {error}.") from error
+    document = parse_json(read_text(path), what)
     table = from_plain(dict[str, Any], document, what)
     rows: list[Row] = from_plain(list[Row], table.get("rows"), f"{what}s list of rows")
     return rows

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megacompile.errors import MegacompileError
+from megacompile.json_codec import from_plain, parse_json, read_text
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -63,7 +63,9 @@ def _merged(checkpoint: Path, name: str) -> tuple[Any, Any]:
         from peft import PeftModel
     except ImportError as error:
         raise MegacompileError(f"--merge needs PEFT ({error}): pip install peft.") from error
-    known = json.loads((checkpoint / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    path = checkpoint / "adapter_config.json"
+    fields = from_plain(dict[str, Any], parse_json(read_text(path), str(path)), str(path))
+    known = fields.get("base_model_name_or_path")
     name = name or known or ""
     try:
         config = transformers.AutoConfig.from_pretrained(name)

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacompile.errors import MegacompileError
+from megacompile.json_codec import read_text
 from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import Plan, plan_table
 from megacompile.units import format_bytes
-
-_LONGEST = 1 << 28  # bytes of a file that is read; schedules of hundreds of layers have under a million
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -58,7 +57,7 @@ def read_schedule(path: Path) -> Schedule:
             f"{path} is a plan, which says nothing about the model: there must be a schedule.json beside "
             "it, as in the folder that --dump wrote."
         )
-    schedule = Schedule.from_json(_text(beside))
+    schedule = _schedule(beside, read_text(beside))
     sizes = [(len(p.blocks), len(p.groups)) for p in (found, schedule.plan)]
     if sizes[0] != sizes[1]:
         raise MegacompileError(f"{path} is the plan of another model than {beside}.")
@@ -69,17 +68,12 @@ def _read_either(path: Path) -> Schedule | Plan:
     if path.is_dir():
         candidates = [path / "schedule.json", *sorted(path.glob("*/schedule.json"))]
         path = next((p for p in candidates if p.is_file()), path / "schedule.json")
-    text = _text(path)
+    text = read_text(path)
+    return _schedule(path, text) if '"digest"' in text[:200] else Plan.from_json(text, str(path))
+
+
+def _schedule(path: Path, text: str) -> Schedule:
     try:
-        return Schedule.from_json(text) if '"digest"' in text[:200] else Plan.from_json(text)
+        return Schedule.from_json(text)
     except MegacompileError as error:
         raise MegacompileError(f"{path}: {error}") from error
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _LONGEST:
-            raise MegacompileError(f"{path} is too large to be a plan or a schedule.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MegacompileError(f"{path} cannot be read: {error}.") from error

@@ -16,7 +16,7 @@ from megacompile.cache_dir import cache_folder, replace_text
 from megacompile.errors import MegacompileError
 from megacompile.hardware.kernel_ceilings import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine, this_cpu
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
 from megacompile.units import host_available
 
 # ------------------------------------------------------------------------------------------------------------
@@ -247,18 +247,18 @@ def override(
     return replace(profile, machine=machine, sources=sources, price_per_hour=price)
 
 
-def profile_json(profile: MachineProfile) -> str:
-    """The text of a machine.json; :func:`parse_profile` is its exact inverse."""
-    return json.dumps({"version": PROFILE_VERSION, **to_plain(profile)}, indent=1, allow_nan=False)
+def profile_json(profile: MachineProfile, seal: bool = False) -> str:
+    """The text of a machine.json; :func:`parse_profile` is its exact inverse.
+
+    It can be edited, unless a digest is to ``seal`` it.
+    """
+    content = {"version": PROFILE_VERSION, **to_plain(profile)}
+    return json.dumps(sealed(content) if seal else content, indent=1, allow_nan=False)
 
 
 def read_profile(path: Path) -> MachineProfile:
     """The profile in a machine.json."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MegacompileError(f"{path} cannot be read: {error}.") from error
-    return parse_profile(text, str(path))
+    return parse_profile(read_text(path), str(path))
 
 
 def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
@@ -266,17 +266,26 @@ def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
     given = parse_json(text, what)
     if not isinstance(given, dict) or not isinstance(given.get("machine"), dict):
         raise MegacompileError(f'{what} describes no machine: it has no object "machine".')
+    if "digest" in given:
+        given = unsealed(given, what)
     if given.pop("version", None) != PROFILE_VERSION:
         raise MegacompileError(f"{what} is not of version {PROFILE_VERSION}: measure the machine again.")
     profile: MachineProfile = from_plain(MachineProfile, given, what, partial=True)
-    figures = {f.name: getattr(part, f.name) for part in (profile, profile.machine) for f in fields(part)}
-    for name, value in figures.items():
-        if type(value) in (int, float) and (value < 0 or (value == 0 and name not in _MAY_BE_ZERO)):
-            raise MegacompileError(f"{what}: {name} is {value!r}, which is not possible for a machine.")
+    check_figures(profile, what)
+    check_figures(profile.machine, what)
     return profile
 
 
+def check_figures(part: MachineProfile | Machine, what: str) -> None:
+    """Refuse sizes, rates and seconds that no machine has."""
+    for name, value in ((f.name, getattr(part, f.name)) for f in fields(part)):
+        possible = type(value) not in (int, float) or _LEAST <= value <= _MOST
+        if not (possible or (value == 0 and name in _MAY_BE_ZERO)):
+            raise MegacompileError(f"{what}: {name} is {value!r}, which is not possible for a machine.")
+
+
 _MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
+_LEAST, _MOST = 1e-12, 1e24  # of seconds, and of FLOP per second: products of both stay finite
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ _MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
 def keep_profile(profile: MachineProfile) -> Path:
     """Keep it for programs of this machine and GPU; the file."""
     path = _path(profile.name)
-    replace_text(path, profile_json(profile) + "\n")
+    replace_text(path, profile_json(profile, seal=True) + "\n")
     return path
 
 

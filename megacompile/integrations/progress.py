@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from megacompile.json_codec import from_plain, parse_json, read_text
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -237,10 +238,23 @@ def _last_samples(path: Path) -> list[str]:
     """Yield what the last evaluation's answers were, if there were prompts."""
     if not path.is_file():
         return []
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    samples = _read_lines(path)
     last = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
     quoted = [f"**{sample['prompt']}**\n\n```\n{sample['answer']}\n```\n" for sample in last]
     return [f"Answers after step {last[0]['step']}:", "", *quoted]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that :class:`Samples` wrote; :class:`MegacompileError` where one is damaged."""
+    lines = []
+    texts = read_text(path).split("\n")  # an answer may hold what ``splitlines`` takes for an end of a line
+    for number, text in enumerate(filter(None, texts), 1):
+        where = f"{path}, line {number},"
+        line = from_plain(dict[str, Any], parse_json(text, where), where)
+        for name, kind in (("step", int), ("prompt", str), ("answer", str)):
+            from_plain(kind, line.get(name), f"{where} {name}")
+        lines.append(line)
+    return lines
 
 
 def _reached(state: Any) -> tuple[int, float, int]:
@@ -280,8 +294,8 @@ class Samples(TrainerCallback):
         self._lines: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kept = self._path.read_text().splitlines() if state.global_step and self._path.exists() else []
-        self._lines = [line for line in map(json.loads, kept) if line["step"] <= state.global_step]
+        kept = _read_lines(self._path) if state.global_step and self._path.exists() else []
+        self._lines = [line for line in kept if line["step"] <= state.global_step]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         answers = self._answers()  # of all ranks, which compute each token together

@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,22 @@ from transformers.trainer_utils import SaveStrategy
 
 from megacompile.errors import MegacompileError
 from megacompile.integrations.training_arguments import NO_EFFECT
+from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
 from megacompile.state.atomic_folder import sync
-from megacompile.state.checkpoint import read_manifest
+from megacompile.state.checkpoint import UNSEALED, read_manifest
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints of a trainer: the model's files as transformers writes them, and the program's state beside.
 #
 # ``checkpoint-N/program`` is what :meth:`~megacompile.api.program.Program.save` writes. While anything is
-# missing there is a file ``unfinished`` in the folder.
+# missing there is a file ``unfinished`` in the folder. ``checksums.json`` has the checksums of what resuming
+# reads beside ``program``: the trainer's state, that of its scheduler, and those of random numbers.
 
 
 STATE = "program"
 _UNFINISHED = "unfinished"
 _LAST = "trainer_state.json"
+_CHECKSUMS = "checksums.json"
 _SCHEDULER, _RANDOM = "scheduler.pt", "rng_state.pth"
 _RANDOM_OF_RANKS = "rng_state*.pth"  # of several ranks rng_state_0.pth, and so on
 
@@ -48,6 +52,8 @@ def begin(folder: Path) -> None:
 
 def finish(folder: Path) -> None:
     """The checkpoint is whole, once all of it is on disk."""
+    sums = {file.name: _checksum(file) for file in _small(folder)}
+    (folder / _CHECKSUMS).write_text(json.dumps(sealed(to_plain(Checksums(1, sums))), indent=1))
     for file in folder.iterdir():
         sync(file)
     (folder / _UNFINISHED).unlink()
@@ -59,9 +65,9 @@ def check_checkpoint(folder: Path) -> Path:
 
     Reads everything but tensors, and nothing that could run code.
     """
-    pickled = [folder / _SCHEDULER, *sorted(folder.glob(_RANDOM_OF_RANKS))]
+    present = {file.name for file in _small(folder)}
     lacks = next((name for name in (STATE, _LAST, _SCHEDULER) if not (folder / name).exists()), None)
-    if lacks is None and len(pickled) == 1:
+    if lacks is None and present == {_LAST, _SCHEDULER}:
         lacks = _RANDOM
     if lacks is not None:
         raise MegacompileError(
@@ -72,25 +78,72 @@ def check_checkpoint(folder: Path) -> Path:
         raise MegacompileError(
             f"Can't find a valid checkpoint at {folder}: it was not written to its end. Resume from another."
         )
-    for file in (folder / _LAST, *pickled):
-        try:
-            _read(file)
-        except Exception as error:  # whatever a damaged pickle leads to
-            raise MegacompileError(
-                f"{file} is damaged, or of another version of transformers: {error}"
-            ) from error
-    read_manifest(folder / STATE)
+    checked = _check_sums(folder)
+    for file in _small(folder):
+        _read(file)
+    manifest, _ = read_manifest(folder / STATE)
+    if not checked and manifest.version > UNSEALED:  # else loading it says so
+        warnings.warn(f"{folder} has no {_CHECKSUMS}: its small files are unchecked.", stacklevel=2)
     return folder / STATE
 
 
-def _read(file: Path) -> None:
-    if file.name == _LAST:
-        step = TrainerState.load_from_json(os.fspath(file)).global_step
-        if not isinstance(step, int) or step < 1:
-            raise TypeError(f"global_step is {step!r}")
-    else:
-        with safe_globals():
-            torch.load(file, weights_only=True)
+@dataclasses.dataclass(frozen=True)
+class Checksums:
+    """The contents of ``checksums.json``: the SHA-256 of files beside it, by their names."""
+
+    version: int
+    sha256: dict[str, str]
+
+
+def _small(folder: Path) -> list[Path]:
+    """The files that are there of those which resuming reads beside the program's."""
+    found = [folder / _LAST, folder / _SCHEDULER, *sorted(folder.glob(_RANDOM_OF_RANKS))]
+    return [file for file in found if file.is_file()]
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _check_sums(folder: Path) -> bool:
+    """Refuse files that are not those which were written; False where nothing says what these were, as in a
+    checkpoint of an older version."""
+    path = folder / _CHECKSUMS
+    if not path.exists():
+        return False
+    given = unsealed(parse_json(read_text(path), str(path)), str(path))
+    known: Checksums = from_plain(Checksums, given, str(path))
+    if known.version != 1:
+        raise MegacompileError(f"{path} has version {known.version}; this megacompile reads version 1.")
+    for file in _small(folder):
+        if known.sha256.get(file.name) != _checksum(file):
+            raise MegacompileError(
+                f"{file} is damaged, or was changed: its checksum is not that in {_CHECKSUMS}, which you may "
+                "delete if you changed it."
+            )
+    missing = [name for name in known.sha256 if not (folder / name).is_file()]
+    if missing:
+        raise MegacompileError(f"{folder} lacks {missing[0]}, which was written with it.")
+    return True
+
+
+def _read(file: Path) -> Any:
+    """What a small file holds: a pickle of plain values, or a trainer's state, of which what we read is
+    checked."""
+    try:
+        if file.name != _LAST:
+            with safe_globals():
+                return torch.load(file, weights_only=True)
+        state = TrainerState.load_from_json(os.fspath(file))
+        if type(state.global_step) is not int or state.global_step < 1:
+            raise TypeError(f"global_step is {state.global_step!r}")
+        if type(state.max_steps) is not int or not isinstance(state.stateful_callbacks, dict):
+            raise TypeError("max_steps or stateful_callbacks is missing")
+        return state
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise MegacompileError(
+            f"{file} is damaged, or of another version of transformers: {error}"
+        ) from error
 
 
 def last_checkpoint(folder: str) -> str | None:
@@ -267,30 +320,34 @@ class Resume(TrainerCallback):
         if checkpoint is None or not (Path(self._arguments.output_dir) / "report.md").is_file():
             return False
         state = _state(checkpoint)
-        return state["global_step"] >= state["max_steps"] and not self._differences(checkpoint)
+        return state.global_step >= state.max_steps and not self._differences(checkpoint)
 
     @staticmethod
     def steps(checkpoint: str | None) -> int:
         """Return the updates up to a checkpoint."""
-        return 0 if checkpoint is None else int(_state(checkpoint)["global_step"])
+        return 0 if checkpoint is None else _state(checkpoint).global_step
 
     def _differences(self, checkpoint: str) -> list[str]:
-        before = _state(checkpoint)["stateful_callbacks"].get(_NAME)
+        before = _state(checkpoint).stateful_callbacks.get(_NAME)
         if before is None:
             return ["it does not say by which settings it was trained"]
-        old, new = before["args"], self._kept["args"]
+        what = f"{Path(checkpoint) / _LAST}: {_NAME}"
+        kept = from_plain(dict[str, dict[str, Any]], before, what)
+        old, new = kept.get("args", {}), self._kept["args"]
         found = [
             f"{name} was {_shown(old[name])}, and is {_shown(new[name])}"
             for name in new
             if name in old and old[name] != new[name]
         ]
-        were, are = before["attributes"]["read"], self._kept["attributes"]["read"]
+        were = from_plain(dict[str, str], kept.get("attributes", {}).get("read", {}), what)
+        are = self._kept["attributes"]["read"]
         changed = [n for n in are if n in were and were[n] != are[n] and old.get(n) == new.get(n)]
         return found + [f"what is in {name}, {new[name]}, has changed" for name in changed]
 
 
-def _state(checkpoint: str) -> Mapping[str, Any]:
-    state: dict[str, Any] = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+def _state(checkpoint: str) -> TrainerState:
+    _check_sums(Path(checkpoint))
+    state: TrainerState = _read(Path(checkpoint) / _LAST)
     return state
 
 

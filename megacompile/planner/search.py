@@ -6,6 +6,7 @@ import difflib
 import functools
 import gc
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megacompile.cache_dir import cache_folder, replace_text
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
+from megacompile.json_codec import from_plain, parse_json, read_text, sealed, unsealed
 from megacompile.passes import finish, lower_memory
 from megacompile.planner.bounds import lowest_bytes
 from megacompile.planner.linear_program import (
@@ -41,7 +43,7 @@ from megacompile.planner.linear_program import (
 from megacompile.planner.min_feasible_budget import describe_peak, infeasible, small_plans
 from megacompile.planner.nvme_placement import WINDOWS, Drive
 from megacompile.planner.plan_evaluator import Candidates, EvaluatedPlan, Planned
-from megacompile.schedule.plan import BlockPlan, Mode, Plan
+from megacompile.schedule.plan import BlockPlan, Mode, Plan, check_counts
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import step_bytes
@@ -51,7 +53,7 @@ from megacompile.units import format_bytes
 # Plans that were found before: the second run of a script does not search.
 #
 # In: all that a search depends on. Out: the plan that it found, from a file in the user's cache folder. The
-# name of the file is a hash of these things and of the code that plans; in it stands a checksum and the plan.
+# name of the file is a hash of these things and of the code that plans; the plan in it is sealed.
 # What cannot be read, is damaged or was written by other code is as if it were not there, and a plan that is
 # read is lowered, measured and proven like any other.
 
@@ -68,18 +70,16 @@ def place_of(*given: object) -> Path:
 
 def read(path: Path) -> Plan | None:
     """The plan in a file, if it is whole."""
-    with suppress(OSError, ValueError, MegacompileError):
-        digest, _, text = path.read_text().partition("\n")
-        if digest == _digest(text):
-            return Plan.from_json(text)
+    with suppress(MegacompileError):
+        found = unsealed(parse_json(read_text(path), str(path)), str(path))
+        return Plan.from_json(from_plain(str, found.get("plan"), str(path)), str(path))
     return None
 
 
 def write(path: Path, found: Plan) -> None:
     """Keep a plan, and the newest files beside it; where the folder cannot be written, nothing happens."""
-    text = found.to_json()
     with suppress(OSError):
-        replace_text(path, f"{_digest(text)}\n{text}")
+        replace_text(path, json.dumps(sealed({"plan": found.to_json()})))
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for file in files[:-_MOST]:
             file.unlink(missing_ok=True)
@@ -307,6 +307,7 @@ def chosen_planner(planner: str | Planner, plan: Plan | str | Path | None) -> Pl
         if planner != SEARCH:
             raise MegacompileError("Give planner= or plan=, not both.")
         given = plan if isinstance(plan, Plan) else read_plan(plan)
+        check_counts(given, "The given plan")
         return lambda work, mode, machine, budget_bytes: given
     if not isinstance(planner, str):
         return planner
@@ -321,10 +322,8 @@ def chosen_planner(planner: str | Planner, plan: Plan | str | Path | None) -> Pl
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file that ``dump=`` or ``Plan.to_json`` wrote."""
-    try:
-        return Plan.from_json(Path(path).expanduser().read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise MegacompileError(f"The plan file {path} cannot be read: {error}.") from error
+    path = Path(path).expanduser()
+    return Plan.from_json(read_text(path), str(path))
 
 
 # ------------------------------------------------------------------------------------------------------------

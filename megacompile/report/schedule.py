@@ -20,9 +20,10 @@ from typing import Any
 from torch import fx
 
 from megacompile.errors import MegacompileError
+from megacompile.hardware.catalog import check_figures
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import Measured, Timeline, compare, comparison_table, simulate
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.passes import lower
 from megacompile.planner.bounds import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
@@ -35,6 +36,7 @@ from megacompile.schedule.plan import (
     Mode,
     Plan,
     block_text,
+    check_counts,
     folded,
     group_text,
     plan_rows,
@@ -46,7 +48,8 @@ from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import Workload
 from megacompile.units import format_bytes, format_seconds
 
-SCHEDULE_VERSION = 1
+SCHEDULE_VERSION = 2
+_MOST_PLACES = 1 << 20  # blocks and weight groups, times micro-batches: each is several operations
 
 
 @dataclass(frozen=True)
@@ -113,35 +116,39 @@ class Schedule:
 
     def to_json(self) -> str:
         """Plan, workload and machine; :meth:`from_json` is the exact inverse."""
-        head = {"version": SCHEDULE_VERSION, "digest": self._digest()}
-        return json.dumps(head | to_plain(self), allow_nan=False, separators=(",", ":"))
+        fields = {"version": SCHEDULE_VERSION, "lowered": self._lowered(), **to_plain(self)}
+        return json.dumps(sealed(fields), allow_nan=False, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Schedule:
         """Read :meth:`to_json`; :class:`MegacompileError` for anything else, nothing is executed."""
-        given = parse_json(text, "The schedule file")
+        what = "The schedule file"
+        given = parse_json(text, what)
         if not isinstance(given, dict) or "digest" not in given:
             raise MegacompileError("This is no schedule file: it has no digest.")
-        if given.pop("version", None) != SCHEDULE_VERSION:
-            raise MegacompileError(f"The schedule file is not of version {SCHEDULE_VERSION}: make it again.")
-        digest = given.pop("digest")
-        found: Schedule = from_plain(Schedule, given, "schedule")
+        if given.get("version") != SCHEDULE_VERSION:
+            raise MegacompileError(f"{what} is not of version {SCHEDULE_VERSION}: make it again.")
+        fields = unsealed(given, what)
+        del fields["version"]
+        lowered = fields.pop("lowered", None)
+        found: Schedule = from_plain(Schedule, fields, "schedule")
         _check_names(found)
+        _check_counts(found, what)
         try:
-            same = found._digest() == digest
-        except (IndexError, KeyError, ValueError, AssertionError, TypeError, StopIteration) as error:
-            raise MegacompileError(f"The schedule file does not hang together: {error!r}.") from error
+            same = found._lowered() == lowered
+        except (LookupError, ArithmeticError, ValueError, AssertionError, TypeError, StopIteration) as error:
+            raise MegacompileError(f"{what} does not hang together: {error!r}.") from error
         if not same:
             raise MegacompileError(
-                "The schedule file was changed, or made by another version of megacompile, whose passes "
-                "lead from its plan to another step: make it again."
+                f"{what} was made by another version of megacompile, whose passes lead from its plan to "
+                "another step: make it again."
             )
         return found
 
-    def _digest(self) -> str:
-        content = json.dumps(to_plain(self), allow_nan=False)
-        lowered = [f"{statement(op)} {op.nbytes} {op.offset}" for op in self.step.ops]
-        return hashlib.sha256("\n".join([content, *lowered]).encode()).hexdigest()
+    def _lowered(self) -> str:
+        """A digest of the operations that the plan leads to."""
+        lines = [f"{statement(op)} {op.nbytes} {op.offset}" for op in self.step.ops]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def traffic(self) -> str:
@@ -206,6 +213,21 @@ def _check_names(schedule: Schedule) -> None:
     for name in names:
         if not name.isprintable() or '"' in name or "\\" in name:
             raise MegacompileError(f"The schedule file holds a name that no model has: {name[:40]!r}.")
+
+
+def _check_counts(schedule: Schedule, what: str) -> None:
+    """Refuse counts of which no step could be made, before one is."""
+    micro, work = schedule.mode.micro_batches, schedule.work
+    places = len(work.blocks) + len(work.groups)
+    if not 1 <= micro <= _MOST_PLACES // max(1, places):
+        raise MegacompileError(
+            f"{what} has {micro:,} micro-batches over {places:,} blocks and weight groups, of which no step "
+            "can be made."
+        )
+    if schedule.budget_bytes < 0 or schedule.tokens < 0:
+        raise MegacompileError(f"{what} has a budget or a number of tokens below 0.")
+    check_counts(schedule.plan, f"{what}: plan")
+    check_figures(schedule.machine, f"{what}: machine")
 
 
 def to_fx(step: Step) -> fx.Graph:

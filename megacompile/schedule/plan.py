@@ -191,6 +191,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 PLAN_VERSION = 5
+_MOST_BUFFERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,35 +262,39 @@ class Plan:
         return json.dumps({"version": PLAN_VERSION, **plain}, indent=1, allow_nan=False)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else."""
-        given = parse_json(text, "The plan file")
+    def from_json(text: str, what: str = "The plan file") -> Plan:
+        """The exact inverse of :meth:`to_json`; :class:`MegacompileError` for anything else.
+
+        A plan file has no digest, so that it can be edited: its numbers are checked, and what it leads to is
+        proven. ``what`` begins the sentence about a fault.
+        """
+        given = parse_json(text, what)
         if not isinstance(given, dict) or "version" not in given:
-            raise MegacompileError("This is no plan file: it has no version.")
+            raise MegacompileError(f"{what} is no plan file: it has no version.")
         version = given.pop("version")
         if version != PLAN_VERSION:
             raise MegacompileError(
-                f"The plan file has version {version}, this is version {PLAN_VERSION}: plan again."
+                f"{what} has version {version}, this is version {PLAN_VERSION}: plan again."
             )
-        plan: Plan = from_plain(Plan, {**given, "names": [[], []], "loops": [0, 0]}, "The plan file")
-        _check_counts(plan)
+        plan: Plan = from_plain(Plan, {**given, "names": [[], []], "loops": [0, 0]}, what)
+        check_counts(plan, what)
         return plan
 
 
-def _check_counts(plan: Plan) -> None:
-    """Refuse counts of operations below 0, of buffers below 1."""
+def check_counts(plan: Plan, what: str) -> None:
+    """Refuse counts of operations below 0, of buffers below 1 or that no step fills."""
     counts = {f"groups[{i}].prefetch_depth": g.prefetch_depth for i, g in enumerate(plan.groups)} | {
         "grad_lag": plan.grad_lag
     }
     late = [i for i, b in enumerate(plan.blocks) if b.reload not in (0, 1)]
     if late:
         raise MegacompileError(
-            f"The plan file.blocks[{late[0]}].reload is {plan.blocks[late[0]].reload}: give 0 or 1."
+            f"{what}.blocks[{late[0]}].reload is {plan.blocks[late[0]].reload}: give 0 or 1."
         )
     buffers = {"ring": plan.ring, "window": plan.window}
     for name, value in (counts | buffers).items():
-        if value < (name in buffers):
-            raise MegacompileError(f"The plan file.{name} is {value}, which cannot be.")
+        if value < (name in buffers) or (name in buffers and value > _MOST_BUFFERS):
+            raise MegacompileError(f"{what}.{name} is {value}, which cannot be.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.distributed.collectives import World
 from megacompile.errors import DiskError, MegacompileError
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
 from megacompile.state.atomic_folder import recover, replacing, sync
 from megacompile.state.master_layout import own_part
 from megacompile.state.masters import HostState, Snapshot, rounding_error, shapes_of
@@ -156,31 +157,28 @@ def by_whole(parameters: Mapping[str, Facts]) -> dict[str, Pieces]:
 
 def _compare(whole: str, theirs: Pieces, mine: Pieces, folder: Path) -> None:
     together, ours = _together(theirs), _together(mine)
+    assert together is not None and ours is not None  # of a manifest that was read, and of a model
     for fact in ("shape", "stride", "computes_in"):
-        found = getattr(together, fact) if together else "not that of all its rows, in order,"
-        expected = getattr(ours, fact) if ours else "another"
-        if together is None or ours is None or found != expected:
+        found, expected = getattr(together, fact), getattr(ours, fact)
+        if found != expected:
             raise MegacompileError(
                 f"{folder} does not fit at {whole}: {fact} is {found} in the checkpoint "
                 f"and {expected} in the model."
             )
-    steps = {facts.step for facts in theirs.values()}
-    if len(steps) > 1 or min(steps) < 0:
-        raise MegacompileError(f"{folder} has no step count for {whole}.")
 
 
 def _together(pieces: Pieces) -> Facts | None:
-    """The facts of the parameter that pieces make up; None where they leave rows out or differ."""
+    """The facts of the parameter that pieces make up; None where they leave rows out, overlap or differ."""
     first, *rest = pieces.values()
     if not first.whole:
-        return None if rest else first
+        return None if rest or first.first_row else first
     rows = 0
     for facts in (first, *rest):
-        alike = (facts.stride, facts.computes_in, facts.shape[1:])
+        alike = (facts.stride, facts.computes_in, facts.step, facts.shape[1:])
         if (
             not facts.shape
             or facts.first_row != rows
-            or alike != (first.stride, first.computes_in, first.shape[1:])
+            or alike != (first.stride, first.computes_in, first.step, first.shape[1:])
         ):
             return None
         rows += facts.shape[0]
@@ -249,12 +247,15 @@ def copied_range(array: str, part: Part, saved: int, ours: int, form: Form) -> t
 # The manifest of a checkpoint: which files it has, and where in them each tensor is.
 #
 # In:  a folder. Out: :class:`Manifest`, and the spans of tensors in files, all of which were looked at.
+#
+# A digest seals the manifest, which has checksums of all bytes of the files beside it. One of version 1 has
+# no digest, and no checksums of headers: its numbers are as likely as they look.
 
 
 MANIFEST = "checkpoint.json"
-VERSION = 1
-Places = dict[str, list[tuple[str, int]]]
-"""By tensor the files that hold it, or its parts one after another, and the checksum of what each holds."""
+VERSION = 2
+UNSEALED = 1
+_COUNT = 1 << 53  # more steps, rows or elements than there are
 _FILE = re.compile(r"state(-\d{5}){1,2}\.safetensors")
 
 
@@ -270,10 +271,24 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file: its size, and the CRC-32 of each tensor in it."""
+    """One file: its size, and the CRC-32 of each tensor in it, and of its header, if that was noted."""
 
     bytes: int
     checksums: dict[str, int]
+    header: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor, or a part of it, is: a file, the checksum of its header, and that of what it holds."""
+
+    file: str
+    header: int | None
+    checksum: int
+
+
+Places = dict[str, list[Place]]
+"""By tensor the file that holds it, or those of its parts one after another."""
 
 
 @dataclass(frozen=True)
@@ -308,12 +323,41 @@ def read_manifest(folder: Path) -> tuple[Manifest, Places]:
     path = folder / MANIFEST
     if not path.is_file():
         raise MegacompileError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it.")
-    given = parse_json(path.read_text(), str(path))
+    given = parse_json(read_text(path), str(path))
     found = given.get("version") if isinstance(given, dict) else None
-    if found != VERSION:
+    if found not in (UNSEALED, VERSION):
         raise MegacompileError(f"{path} has version {found!r}; this megacompile reads version {VERSION}.")
-    manifest: Manifest = from_plain(Manifest, given, str(path), partial=True)
+    fields = given if found == UNSEALED else unsealed(given, str(path))
+    manifest: Manifest = from_plain(Manifest, fields, str(path), partial=True)
+    _check_counts(manifest, path)
     return manifest, places_of(folder, manifest.files)
+
+
+def _check_counts(manifest: Manifest, path: Path) -> None:
+    """Refuse counts that cannot be, and pieces that are not all rows of their parameter, each once."""
+    counts = {"progress.calls": manifest.progress.calls}
+    counts |= {f"mesh[{i}]": n for i, n in enumerate(manifest.mesh)}
+    for name, facts in manifest.layout.parameters.items():
+        where = f"layout.parameters.{name}"
+        counts |= {f"{where}.step": facts.step, f"{where}.first_row": facts.first_row}
+        counts |= {f"{where}.shape[{i}]": n for i, n in enumerate(facts.shape)}
+        counts |= {f"{where}.stride[{i}]": n for i, n in enumerate(facts.stride)}
+    for where, count in counts.items():
+        if not 0 <= count < _COUNT:
+            raise MegacompileError(f"{path}: {where} is {count}, which cannot be.")
+    for whole, pieces in by_whole(manifest.layout.parameters).items():
+        if _together(pieces) is None:
+            raise MegacompileError(f"{path} does not have all rows of {whole} once, in order and alike.")
+
+
+def say_unchecked(folder: Path, manifest: Manifest) -> None:
+    """Warn of a checkpoint of an older version."""
+    if manifest.version == UNSEALED:
+        text = (
+            f"{folder / MANIFEST} is of an older version, without a digest: its numbers are unchecked, the "
+            "weights are not. The next checkpoint has one."
+        )
+        warnings.warn(text, stacklevel=2)
 
 
 def places_of(folder: Path, files: dict[str, ShardFile]) -> Places:
@@ -327,7 +371,7 @@ def places_of(folder: Path, files: dict[str, ShardFile]) -> Places:
             what = "missing" if size is None else f"{size} bytes long instead of {entry.bytes}"
             raise MegacompileError(f"{folder / name} is {what}: the checkpoint is not whole.")
         for tensor, known in entry.checksums.items():
-            places.setdefault(tensor, []).append((name, known))
+            places.setdefault(tensor, []).append(Place(name, entry.header, known))
     return places
 
 
@@ -341,12 +385,12 @@ def find_spans(
         where = "misses" if name in expected else "has in excess"
         raise MegacompileError(f"{folder} {where} {name}: it is of another model.")
     spans: dict[str, list[ArraySpan]] = {name: [] for name in expected}
-    of_files: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    of_files: dict[tuple[str, int | None], list[tuple[str, int]]] = defaultdict(list)
     for name, parts in places.items():
-        for file, crc in parts:
-            of_files[file].append((name, crc))
-    for file, named in sorted(of_files.items()):
-        with open_shard(folder / file) as handle:
+        for place in parts:
+            of_files[place.file, place.header].append((name, place.checksum))
+    for (file, header), named in sorted(of_files.items(), key=lambda item: item[0][0]):
+        with open_shard(folder / file, header) as handle:
             held = set(handle.keys())
             for name, crc in named:
                 if name not in held:
@@ -354,7 +398,7 @@ def find_spans(
                 part, before = handle.get_slice(name), spans[name]
                 found = (part.get_dtype(), list(part.get_shape()))
                 whole, start = expected[name], before[-1].stop if before else 0
-                ends = file == places[name][-1][0]
+                ends = file == places[name][-1].file
                 stop = whole.numel() if ends or len(found[1]) != 1 else start + found[1][0]
                 wanted = (DTYPES[whole.dtype], [stop - start])
                 if found != wanted or stop > whole.numel():
@@ -413,7 +457,7 @@ def save_checkpoint(
             with _on_disk(folder):
                 places_of(fresh, files)  # whichever disk ranks have written to
                 mesh = world.ranks.replicas, world.ranks.shards
-                manifest = to_plain(Manifest(VERSION, progress, layout_of(state), files, mesh))
+                manifest = sealed(to_plain(Manifest(VERSION, progress, layout_of(state), files, mesh)))
                 (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False))
                 stack.close()
 
@@ -501,8 +545,8 @@ def _write_shards(
 
 
 def _write(path: Path, shard: dict[str, Tensor]) -> tuple[str, ShardFile]:
-    sums = save_shard(path, shard)
-    return path.name, ShardFile(path.stat().st_size, sums)
+    header, sums = save_shard(path, shard)
+    return path.name, ShardFile(path.stat().st_size, sums, header)
 
 
 def _check_mesh(saved: tuple[int, int], world: World, folder: Path) -> None:
@@ -532,6 +576,7 @@ class Checkpoint:
         self._spans = find_spans(self._folder, places, self._expected)
         self._checked: set[tuple[str, ArraySpan]] = set()
         if state.world.rank == 0:
+            say_unchecked(self._folder, manifest)
             self._refuse_rounding()
 
     def _refuse_rounding(self) -> None:

@@ -19,7 +19,7 @@ from megacompile.capture.quantized_weights import is_coded
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state import adam
 from megacompile.state.atomic_folder import adding_to, replacing
-from megacompile.state.checkpoint import Facts, Pieces, Places, by_whole, read_manifest
+from megacompile.state.checkpoint import Facts, Pieces, Place, Places, by_whole, read_manifest, say_unchecked
 from megacompile.state.model_values import persistent_buffers
 from megacompile.state.safetensors_io import checksum, open_shard, save_shard
 
@@ -188,6 +188,7 @@ def saved_values(folder: Path, model: Description) -> Iterator[tuple[str, Tensor
     """
     folder = folder.resolve()
     manifest, places = read_manifest(folder)
+    say_unchecked(folder, manifest)
     wholes, shapes = by_whole(manifest.layout.parameters), model.shapes
     loose = {name.removesuffix("/value") for name in places if name.endswith("/value")}
     different = sorted(shapes.keys() ^ (wholes.keys() | loose))
@@ -240,15 +241,16 @@ def _read(folder: Path, places: Places, name: str) -> Tensor:
     """A flat tensor of a checkpoint, mapped from its file, or put together, and compared with checksums."""
     if name not in places:
         raise MegacompileError(f"{folder} is damaged: it does not name {name}.")
-    parts = [_read_part(folder, name, *place) for place in places[name]]
+    parts = [_read_part(folder, name, place) for place in places[name]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _read_part(folder: Path, name: str, file: str, known: int) -> Tensor:
-    with open_shard(folder / file) as handle:
+def _read_part(folder: Path, name: str, place: Place) -> Tensor:
+    path = folder / place.file
+    with open_shard(path, place.header) as handle:
         if name not in handle.keys():  # noqa: SIM118
-            raise MegacompileError(f"{folder / file} is damaged: it does not hold {name}.")
+            raise MegacompileError(f"{path} is damaged: it does not hold {name}.")
         tensor: Tensor = handle.get_tensor(name)
-    if checksum(tensor.reshape(-1)) != known:
-        raise MegacompileError(f"{folder / file} is damaged: the checksum of {name} is wrong.")
+    if checksum(tensor.reshape(-1)) != place.checksum:
+        raise MegacompileError(f"{path} is damaged: the checksum of {name} is wrong.")
     return tensor

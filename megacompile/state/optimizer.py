@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,18 +125,48 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def check_settings(optimizer: torch.optim.Optimizer, model: nn.Module, saved: list[dict[str, Any]]) -> None:
-    """Refuse settings of param groups that are not this optimizer's, by name."""
-    ours = [g["parameters"] for g in settings_of(optimizer, model)]
+def check_settings(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: list[dict[str, Any]], folder: Path
+) -> None:
+    """Refuse settings of param groups, saved in ``folder``, that are not this optimizer's, by name."""
+    ours = settings_of(optimizer, model)
     if len(saved) != len(ours):
-        raise MegacompileError(f"The checkpoint has {len(saved)} param groups, the optimizer {len(ours)}.")
-    for index, (group, names) in enumerate(zip(saved, ours, strict=True)):
-        if group.get("parameters") != names:
-            raise MegacompileError(f"Param group {index} holds other parameters than in the checkpoint.")
+        raise MegacompileError(f"{folder} has {len(saved)} param groups, the optimizer {len(ours)}.")
+    for index, (group, now) in enumerate(zip(saved, ours, strict=True)):
+        where = f"param group {index} of {folder}"
+        if group.get("parameters") != now["parameters"]:
+            raise MegacompileError(f"The {where} holds other parameters than the optimizer's.")
         for key in ("lr", "eps", "weight_decay"):
-            ours_has = isinstance(_plain(optimizer.param_groups[index].get(key)), (int, float))
-            if ours_has and not isinstance(group.get(key), (int, float)):
-                raise MegacompileError(f"The checkpoint's param group {index} has no {key}.")
+            if _is_number(now.get(key)) and not _is_number(group.get(key)):
+                raise MegacompileError(f"The {where} has no {key}.")
+        for key, value in group.items():
+            if not _alike(value, now.get(key)) or (key in _RANGES and not _within(value, *_RANGES[key])):
+                raise MegacompileError(f"The {where} has {key} {value!r}, the optimizer {now.get(key)!r}.")
+        numbers = group.get("numbers", {})
+        if not isinstance(numbers, dict) or not all(isinstance(n, dict) for n in numbers.values()):
+            raise MegacompileError(f"The {where} has numbers of its parameters that are none.")
+
+
+_RANGES = {"betas": (0.0, 1.0), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
+"""What a setting is at least, and below which it is."""
+
+
+def _within(value: Any, least: float, below: float) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(least <= v < below for v in values if _is_number(v))
+
+
+def _alike(saved: Any, now: Any) -> bool:
+    """Return whether a saved setting is of the kind that the optimizer's own is; None says nothing."""
+    if saved is None or now is None or (_is_number(saved) and _is_number(now)):
+        return True
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(map(_alike, saved, now))
+    return type(saved) is type(now)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> dict[str, Numbers]:

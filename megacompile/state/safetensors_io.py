@@ -108,7 +108,8 @@ def _copied(to: Tensor, source: Tensor, before: int) -> int:
 # ------------------------------------------------------------------------------------------------------------
 # Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read.
 #
-# In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of each tensor.
+# In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of its header and of
+# each tensor: all of its bytes.
 #
 # A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive
 # fetches it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile
@@ -126,16 +127,17 @@ DTYPES = {
 
 def save_shard(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> dict[str, int]:
-    """Write a safetensors file and return each tensor's checksum; :class:`OSError` where the disk is full."""
+) -> tuple[int, dict[str, int]]:
+    """Write a safetensors file and return the checksums of its header and of each tensor; :class:`OSError`
+    where the disk is full."""
     # the widest first: each begins at a multiple of its elements' size
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     sums = {}
     with _Blocks(path) as file:
-        file.append(_header(dict(ordered), metadata))
+        header = file.append(_header(dict(ordered), metadata))
         for name, tensor in ordered:
             sums[name] = file.append(_content(tensor))
-    return sums
+    return header, sums
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
@@ -143,14 +145,27 @@ def checksum(tensor: Tensor, before: int = 0) -> int:
     return zlib.crc32(_content(tensor).numpy().data, before)
 
 
-def open_shard(path: Path) -> Any:
-    """A safetensors file, mapped; one that is not whole is refused by name."""
+def open_shard(path: Path, header: int | None = None) -> Any:
+    """A safetensors file, mapped; one that is not whole, or has not the ``header`` of that checksum, is
+    refused by name."""
     from safetensors import SafetensorError, safe_open
 
+    if header is not None and _header_checksum(path) != header:
+        raise MegacompileError(f"{path} is damaged: the checksum of its header is wrong.")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise MegacompileError(f"{path} is no whole safetensors file: {error}.") from error
+
+
+def _header_checksum(path: Path) -> int | None:
+    """CRC-32 of a file's header with its length; None where the file ends before it."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        count = int.from_bytes(length, "little")
+        if count > os.fstat(file.fileno()).st_size - 8:
+            return None
+        return zlib.crc32(file.read(count), zlib.crc32(length))
 
 
 def _content(tensor: Tensor) -> Tensor:

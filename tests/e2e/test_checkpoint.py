@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.state import checkpoint, safetensors_io
 from megacompile.state.atomic_folder import recover, replacing
+from tests.support.damage import resealed
 from tests.support.models import Plain
 from tests.support.scripts import Script, output_of
 
@@ -182,12 +183,6 @@ def test_another_program_is_refused(saved: Path, options: dict[str, Any], says: 
     program.close()
 
 
-def edit(folder: Path, change: Any) -> None:
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    change(manifest)
-    (folder / "checkpoint.json").write_text(json.dumps(manifest))
-
-
 def cut(parameters: dict[str, Any]) -> dict[str, Any]:
     """The first weight's first three rows alone, as a piece."""
     piece = parameters["first.weight"] | {"shape": [3, 16], "whole": "first.weight", "first_row": 0}
@@ -195,11 +190,11 @@ def cut(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def damage(folder: Path, what: str) -> None:
-    shard = folder / "state-00001.safetensors"
+    shard, manifest = folder / "state-00001.safetensors", folder / "checkpoint.json"
     if what == "truncated":
         os.truncate(shard, shard.stat().st_size - 100)
     elif what == "header":
-        edit(folder, lambda m: m["files"][shard.name].update(bytes=8))
+        resealed(manifest, lambda m: m["files"][shard.name].update(bytes=8))
         shard.write_bytes(b"\xff" * 8)
     elif what == "bit":
         content = bytearray(shard.read_bytes())
@@ -208,39 +203,54 @@ def damage(folder: Path, what: str) -> None:
     elif what == "missing":
         shard.unlink()
     elif what == "manifest":
-        (folder / "checkpoint.json").write_text('{"version": 1, "files"')
+        manifest.write_text('{"version": 2, "files"')
     elif what == "deep":
-        (folder / "checkpoint.json").write_text("[" * 100_000)
+        manifest.write_text("[" * 100_000)
     elif what == "version":
-        edit(folder, lambda m: m.update(version=99))
+        resealed(manifest, lambda m: m.update(version=99))
     elif what == "path":
-        edit(folder, lambda m: m["files"].update({"../../etc/passwd": m["files"].pop(shard.name)}))
+        resealed(manifest, lambda m: m["files"].update({"../../etc/passwd": m["files"].pop(shard.name)}))
     elif what == "fields":
-        edit(folder, lambda m: m["layout"].pop("parameters"))
+        resealed(manifest, lambda m: m["layout"].pop("parameters"))
     elif what == "types":
-        edit(folder, lambda m: m["progress"].update(seed="x"))
+        resealed(manifest, lambda m: m["progress"].update(seed="x"))
     elif what == "groups":
-        edit(folder, lambda m: m["progress"]["param_groups"].append({}))
+        resealed(manifest, lambda m: m["progress"]["param_groups"].append({}))
+    elif what == "kinds":
+        resealed(manifest, lambda m: m["progress"]["param_groups"][0].update(betas=0.9))
+    elif what == "ranges":
+        resealed(manifest, lambda m: m["progress"]["param_groups"][0].update(betas=[0.9, 1.5]))
+    elif what == "digit":
+        manifest.write_text(manifest.read_text().replace('"lr": 0.01', '"lr": 0.02'))
+    elif what == "row":
+        resealed(manifest, lambda m: m["layout"]["parameters"]["first.weight"].update(first_row=1))
+    elif what == "steps":
+        resealed(manifest, lambda m: m["layout"]["parameters"]["first.weight"].update(step=-1))
     elif what == "swapped":
-        edit(folder, lambda m: m["layout"]["parameters"].pop("first.weight"))
+        resealed(manifest, lambda m: m["layout"]["parameters"].pop("first.weight"))
     elif what == "cut":
-        edit(folder, lambda m: m["layout"].update(parameters=cut(m["layout"]["parameters"])))
+        resealed(manifest, lambda m: m["layout"].update(parameters=cut(m["layout"]["parameters"])))
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("truncated", "state-00001.safetensors is .* bytes long instead of"),
-        ("header", "state-00001.safetensors is no whole safetensors file"),
+        ("header", "state-00001.safetensors is damaged: the checksum of its header is wrong"),
         ("bit", "state-00001.safetensors is damaged: the checksum of"),
         ("missing", "state-00001.safetensors is missing"),
         ("manifest", "checkpoint.json is no JSON"),
         ("deep", "checkpoint.json is no JSON"),
-        ("version", "version 99; this megacompile reads version 1"),
+        ("version", "version 99; this megacompile reads version 2"),
         ("path", "names '../../etc/passwd', which is no file of a checkpoint"),
         ("fields", r"checkpoint.json\.layout lacks parameters"),
         ("types", r"checkpoint.json\.progress\.seed is 'x'"),
-        ("groups", "The checkpoint has 2 param groups, the optimizer 1"),
+        ("groups", "damaged has 2 param groups, the optimizer 1"),
+        ("kinds", r"group 0 of \S+damaged has betas 0.9, the optimizer \[0.9, 0.999\]"),
+        ("ranges", r"group 0 of \S+damaged has betas \[0.9, 1.5\]"),
+        ("digit", "checkpoint.json is damaged, or was changed"),
+        ("row", "checkpoint.json does not have all rows of first.weight once"),
+        ("steps", r"checkpoint.json: layout.parameters.first.weight.step is -1, which cannot be"),
         ("swapped", "is of another model: only the model has the parameter first.weight"),
         ("cut", r"does not fit at first.weight: shape is \(3, 16\)"),
     ],

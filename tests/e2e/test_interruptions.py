@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import megacompile
 from megacompile.state.model_values import is_owned
 from tests.e2e.test_trainer import Trainer, logs, trainer
+from tests.support.damage import resealed, unsealed
 from tests.support.scripts import run_script
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -343,8 +345,20 @@ def cut(file: Path) -> None:
 
 
 def renamed_shard(folder: Path) -> None:
-    files = json.loads((folder / "checkpoint.json").read_text())["files"]
-    edited(folder / "checkpoint.json", files={"../../outside.safetensors": next(iter(files.values()))})
+    def rename(fields: dict[str, Any]) -> None:
+        fields["files"] = {"../../outside.safetensors": next(iter(fields["files"].values()))}
+
+    resealed(folder / "checkpoint.json", rename)
+
+
+def older(harm: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """The harm, to a checkpoint of a version that kept no checksums of small files."""
+
+    def harmed(folder: Path) -> None:
+        (folder / "checksums.json").unlink()
+        harm(folder)
+
+    return harmed
 
 
 @pytest.fixture(scope="module")
@@ -356,26 +370,48 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut state": (
-        lambda c: cut(c / "trainer_state.json"),
+        older(lambda c: cut(c / "trainer_state.json")),
         "trainer_state.json is damaged, or of another ver",
     ),
     "newer state": (
-        lambda c: edited(c / "trainer_state.json", invented=1),
+        older(lambda c: edited(c / "trainer_state.json", invented=1)),
         "of another version of transformers",
     ),
-    "empty state": (lambda c: (c / "trainer_state.json").write_text("{}"), "global_step is 0"),
+    "empty state": (older(lambda c: (c / "trainer_state.json").write_text("{}")), "global_step is 0"),
     "deep state": (
-        lambda c: (c / "trainer_state.json").write_text("[" * 10**5),
+        older(lambda c: (c / "trainer_state.json").write_text("[" * 10**5)),
         "trainer_state.json is damaged",
     ),
-    "path": (lambda c: edited(c / "trainer_state.json", global_step="../../x"), "global_step is '../../x'"),
-    "cut schedule": (lambda c: cut(c / "scheduler.pt"), "scheduler.pt is damaged"),
-    "cut numbers": (lambda c: cut(c / "rng_state.pth"), "rng_state.pth is damaged"),
+    "path": (
+        older(lambda c: edited(c / "trainer_state.json", global_step="../../x")),
+        "global_step is '../../x'",
+    ),
+    "cut schedule": (older(lambda c: cut(c / "scheduler.pt")), "scheduler.pt is damaged, or of another"),
+    "cut numbers": (older(lambda c: cut(c / "rng_state.pth")), "rng_state.pth is damaged, or of another"),
     "no numbers": (lambda c: (c / "rng_state.pth").unlink(), "it has no rng_state.pth"),
-    "code": (lambda c: torch.save(Runs(c.parent / "ran"), c / "scheduler.pt"), "scheduler.pt is damaged"),
+    "code": (
+        older(lambda c: torch.save(Runs(c.parent / "ran"), c / "scheduler.pt")),
+        "scheduler.pt is damaged, or of another",
+    ),
     "bare code": (
-        lambda c: (c / "rng_state.pth").write_bytes(pickle.dumps(Runs(c.parent / "ran"))),
-        "rng_state.pth is damaged",
+        older(lambda c: (c / "rng_state.pth").write_bytes(pickle.dumps(Runs(c.parent / "ran")))),
+        "rng_state.pth is damaged, or of another",
+    ),
+    "another step": (
+        lambda c: edited(c / "trainer_state.json", global_step=2),
+        "trainer_state.json is damaged, or was changed: its checksum is not that in checksums.json",
+    ),
+    "another rate": (
+        lambda c: torch.save(torch.load(c / "scheduler.pt") | {"last_epoch": 7}, c / "scheduler.pt"),
+        "scheduler.pt is damaged, or was changed: its checksum",
+    ),
+    "other checksums": (
+        lambda c: edited(c / "checksums.json", sha256={}),
+        "checksums.json is damaged, or was changed: its digest",
+    ),
+    "a lost file": (
+        lambda c: resealed(c / "checksums.json", lambda f: f["sha256"].update({"rng_state_1.pth": "0"})),
+        "lacks rng_state_1.pth, which was written with it",
     ),
     "unfinished": (lambda c: (c / "unfinished").touch(), "was not written to its end"),
     "no program": (lambda c: shutil.rmtree(c / "program"), "it has no program"),
@@ -401,6 +437,24 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, saved: Path, tmp_p
     assert one.program is None and not is_owned(one.model)
     assert all(torch.equal(value, before[name]) for name, value in one.model.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_and_says_that_it_is_unchecked(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint-1"))
+    (folder / "checksums.json").unlink()
+    unsealed(folder / "program" / "checkpoint.json")
+    runs = []
+    for checkpoint in (saved, folder):
+        one = of(tmp_path / "out", max_steps=2, save_strategy="no")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            one.train(resume_from_checkpoint=str(checkpoint))
+        said = [str(w.message) for w in told if "unchecked" in str(w.message)]
+        assert len(said) == (checkpoint == folder) and all(str(folder) in text for text in said)
+        runs.append(one)
+    assert_same_run(*runs)
 
 
 def test_a_checkpoint_of_another_model_leaves_the_model_as_it_was(saved: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megacompile.report.explain import most_offloaded
 from megacompile.report.schedule import Schedule, chrome_trace
 from megacompile.schedule.plan import BlockPlan, Plan
 from megacompile.schedule.step import peak_bytes
+from tests.support.damage import resealed
 from tests.support.problems import machines, plans, workloads
 from tests.unit.report.test_page import schedule_of, with_run
 
@@ -45,25 +46,37 @@ def test_a_measured_schedule_survives_json_exactly() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda f: f.pop("digest"), "no digest"),
         (lambda f: f.update(version=99), "version"),
         (lambda f: f.update(extra=1), "extra"),
         (lambda f: f.update(budget_bytes=1.5), "budget_bytes"),
         (lambda f: f.update(budget_bytes=True), "budget_bytes"),
-        (lambda f: f["plan"]["blocks"].pop(), "hang together|changed"),
+        (lambda f: f["plan"]["blocks"].pop(), "hang together|another step"),
         (lambda f: f["plan"]["blocks"][0].update(saved_on="moon"), "saved_on"),
         (lambda f: f["plan"]["groups"][0].update(prefetch_depth="2"), "prefetch_depth"),
         (lambda f: f["work"]["blocks"][0].update(name='a"""\nimport os\n"""'), "name that no model has"),
-        (lambda f: f["work"]["blocks"][1].update(outputs=[99]), "hang together|changed"),
+        (lambda f: f["work"]["blocks"][1].update(outputs=[99]), "hang together|another step"),
         (lambda f: f["machine"].update(flops=None), "flops"),
-        (lambda f: f["work"]["groups"][0].update(nbytes=1), "changed"),
+        (lambda f: f["work"]["groups"][0].update(nbytes=1), "another step"),
+        (lambda f: f["mode"].update(micro_batches=10**12), "1,000,000,000,000 micro-batches over"),
+        (lambda f: f["mode"].update(micro_batches=0), "0 micro-batches over"),
+        (lambda f: f["plan"].update(ring=10**12), "ring is 1000000000000"),
+        (lambda f: f["plan"].update(window=10**12), "window is 1000000000000"),
+        (lambda f: f["plan"].update(grad_lag=10**19 * 2), "grad_lag is 2"),
+        (lambda f: f["machine"].update(flops=1e-300), "flops is 1e-300"),
+        (lambda f: f.update(budget_bytes=-1), "below 0"),
     ],
 )
-def test_a_schedule_file_that_was_tampered_with_is_refused(change: Any, said: str) -> None:
+def test_a_schedule_file_that_was_tampered_with_is_refused(change: Any, said: str, tmp_path: Path) -> None:
+    """By its digest; by what it says where that was made anew."""
+    file = tmp_path / "schedule.json"
     fields = json.loads(schedule_of(3, 1).to_json())
+    file.write_text(json.dumps(fields))
     change(fields)
-    with pytest.raises(MegacompileError, match=said):
+    with pytest.raises(MegacompileError, match=r"digest|is not of version"):
         Schedule.from_json(json.dumps(fields))
+    resealed(file, change)
+    with pytest.raises(MegacompileError, match=said):
+        Schedule.from_json(file.read_text())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, cut_p
 from megacompile.state.checkpoint import Checkpoint, RunProgress, save_checkpoint
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import StateFormat
+from tests.support.damage import resealed
 from tests.unit.graph.test_tile import start, tokens, vocabulary
 
 ROWS = 600
@@ -122,10 +123,12 @@ def test_rows_that_are_missing_are_refused(tmp_path: Path) -> None:
     before = state_of((0, 200, 400, ROWS), 16, "fp32", torch.float32)
     save_checkpoint(tmp_path / "a", before, {}, NOTHING)
     manifest = tmp_path / "a" / "checkpoint.json"
-    manifest.write_text(manifest.read_text().replace('"first_row": 400', '"first_row": 300'))
-    with pytest.raises(
-        megacompile.MegacompileError, match="does not fit at w: shape is not that of all its rows"
-    ):
+
+    def shift(fields: dict[str, Any]) -> None:
+        fields["layout"]["parameters"]["w[400:600]"]["first_row"] = 300
+
+    resealed(manifest, shift)
+    with pytest.raises(megacompile.MegacompileError, match="does not have all rows of w once, in order"):
         Checkpoint(tmp_path / "a", state_of((0, ROWS), 16, "fp32", torch.float32), {})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from megacompile.errors import MegacompileError
 from megacompile.state.checkpoint import save_checkpoint
 from megacompile.state.model_export import Description, saved_values
+from tests.support.damage import resealed
 from tests.unit.state.test_recut import NOTHING, ROWS, fill, state_of
 
 SHAPES = {"w": (ROWS, 7), "bias": (5,), "scale": ()}
@@ -68,8 +68,6 @@ def test_damage_is_named(saved: Path) -> None:
 
 
 def test_strides_beyond_the_file_are_refused(saved: Path) -> None:
-    manifest = json.loads((saved / "checkpoint.json").read_text())
-    manifest["layout"]["parameters"]["w"]["stride"] = [10**6, 1]
-    (saved / "checkpoint.json").write_text(json.dumps(manifest))
+    resealed(saved / "checkpoint.json", lambda m: m["layout"]["parameters"]["w"].update(stride=[10**6, 1]))
     with pytest.raises(MegacompileError, match="w does not lie in it as it says"):
         list(saved_values(saved, described()))

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megacompile.state import safetensors_io
-from megacompile.state.safetensors_io import DTYPES, checksum, save_shard
+from megacompile.state.safetensors_io import DTYPES, checksum, open_shard, save_shard
 
 PAGE = mmap.PAGESIZE
 
@@ -40,15 +39,17 @@ def test_safetensors_reads_what_was_written(
 ) -> None:
     monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)
     given = tensors()
-    sums = save_shard(tmp_path / "a", given, {"format": "pt"})
+    header, sums = save_shard(tmp_path / "a", given, {"format": "pt"})
     found = load_file(tmp_path / "a")
     assert found.keys() == given.keys()
     for name, value in given.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value)
         content = value.contiguous().view(-1).view(torch.uint8)
         assert sums[name] == zlib.crc32(content.numpy()) == checksum(found[name])
-    with safe_open(tmp_path / "a", framework="pt") as handle:
+    with open_shard(tmp_path / "a", header) as handle:
         assert handle.metadata() == {"format": "pt"}
+    content = (tmp_path / "a").read_bytes()
+    assert header == zlib.crc32(content[: 8 + int.from_bytes(content[:8], "little")])
 
 
 def test_every_dtype_that_safetensors_knows(tmp_path: Path) -> None:
