@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import read_text
+from megacompile.planner.search import check_fits
 from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import Plan, plan_table
@@ -58,9 +59,10 @@ def read_schedule(path: Path) -> Schedule:
             "it, as in the folder that --dump wrote."
         )
     schedule = _schedule(beside, read_text(beside))
-    sizes = [(len(p.blocks), len(p.groups)) for p in (found, schedule.plan)]
-    if sizes[0] != sizes[1]:
-        raise MegacompileError(f"{path} is the plan of another model than {beside}.")
+    try:
+        check_fits(found, schedule.work)
+    except MegacompileError as error:
+        raise MegacompileError(f"{path} does not go with {beside}: {error}") from error
     return replace(schedule, plan=found, measured=None)
 
 

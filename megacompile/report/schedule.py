@@ -49,6 +49,7 @@ from megacompile.schedule.workload import Workload
 from megacompile.units import format_bytes, format_seconds
 
 SCHEDULE_VERSION = 2
+_LONGEST_SECONDS = 1e9
 _MOST_PLACES = 1 << 20  # blocks and weight groups, times micro-batches: each is several operations
 
 
@@ -143,6 +144,7 @@ class Schedule:
                 f"{what} was made by another version of megacompile, whose passes lead from its plan to "
                 "another step: make it again."
             )
+        _check_times(found, what)
         return found
 
     def _lowered(self) -> str:
@@ -228,6 +230,18 @@ def _check_counts(schedule: Schedule, what: str) -> None:
         raise MegacompileError(f"{what} has a budget or a number of tokens below 0.")
     check_counts(schedule.plan, f"{what}: plan")
     check_figures(schedule.machine, f"{what}: machine")
+
+
+def _check_times(schedule: Schedule, what: str) -> None:
+    """Refuse times that cannot be drawn, and measured ones of another step."""
+    times: list[float | None] = [schedule.predicted_seconds]
+    if schedule.measured is not None:
+        starts, ends = schedule.measured.starts, schedule.measured.ends
+        times += [schedule.measured.step_seconds, *starts, *ends]
+        if not len(starts) == len(ends) == len(schedule.step.ops):
+            raise MegacompileError(f"{what} has measured times of another number of operations than it has.")
+    if not all(abs(t) < _LONGEST_SECONDS for t in times if t is not None):
+        raise MegacompileError(f"{what} has times of more than {_LONGEST_SECONDS:.0e} s.")
 
 
 def to_fx(step: Step) -> fx.Graph:

@@ -64,6 +64,11 @@ def test_a_measured_schedule_survives_json_exactly() -> None:
         (lambda f: f["plan"].update(grad_lag=10**19 * 2), "grad_lag is 2"),
         (lambda f: f["machine"].update(flops=1e-300), "flops is 1e-300"),
         (lambda f: f.update(budget_bytes=-1), "below 0"),
+        (lambda f: f.update(measured={"starts": [], "ends": [], "step_seconds": 1}), "another number of op"),
+        (
+            lambda f: [p["forward"].update(seconds=1e308) for p in f["work"]["blocks"][0]["policies"]],
+            r"times of more than 1e\+09 s",
+        ),
     ],
 )
 def test_a_schedule_file_that_was_tampered_with_is_refused(change: Any, said: str, tmp_path: Path) -> None:
