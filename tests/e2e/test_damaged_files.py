@@ -158,7 +158,7 @@ def test_a_manifest_of_an_older_version(size: Size, tmp_path: Path) -> None:
 def test_what_a_trainer_adds(size: Size, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
     pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
-    from megacompile.integrations.trainer_checkpoints import check_checkpoint
+    from megacompile.integrations.trainer_checkpoints import Resume, check_checkpoint
     from tests.e2e.test_trainer import Trainer, trainer
     from tests.support import kills
 
@@ -175,6 +175,7 @@ def test_what_a_trainer_adds(size: Size, tmp_path: Path) -> None:
 
     def resumed() -> Any:
         check_checkpoint(folder)
+        assert Resume.steps(str(folder)) == 1
         names = ("trainer_state.json", "scheduler.pt", "rng_state.pth")
         return [(folder / name).read_bytes() for name in names]
 
