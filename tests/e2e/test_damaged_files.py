@@ -38,7 +38,7 @@ from tests.unit.report.test_page import schedule_of
 
 Size = tuple[int, int, int | None]
 SIZES = [
-    pytest.param((6, 4, 5), id="few"),
+    pytest.param((6, 4, 12), id="few"),
     pytest.param((200, 200, None), id="all", marks=pytest.mark.nightly),
 ]
 """Of flipped bytes, of truncations, of places with numbers."""

@@ -67,6 +67,15 @@ def test_damage_is_named(saved: Path) -> None:
         list(saved_values(saved, described()))
 
 
+def test_another_dtype_of_the_same_bytes_is_named(saved: Path) -> None:
+    (shard,) = saved.glob("*.safetensors")
+    content = shard.read_bytes()
+    assert content.count(b'"F32"')
+    shard.write_bytes(content.replace(b'"F32"', b'"I32"'))
+    with pytest.raises(MegacompileError, match="is damaged: the checksum of its header is wrong"):
+        list(saved_values(saved, described()))
+
+
 def test_strides_beyond_the_file_are_refused(saved: Path) -> None:
     resealed(saved / "checkpoint.json", lambda m: m["layout"]["parameters"]["w"].update(stride=[10**6, 1]))
     with pytest.raises(MegacompileError, match="w does not lie in it as it says"):
