@@ -18,6 +18,7 @@ import pytest
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.simulate import align
+from megacompile.json_codec import sealed
 from megacompile.report import schedule as schedules
 from megacompile.report.schedule import Schedule, page_data, render_page
 from megacompile.schedule.op_table import SPECS
@@ -359,5 +360,6 @@ def test_a_large_schedule_draws_no_more_than_its_pixels(opened: Callable[[Schedu
 
 def test_a_file_with_a_foreign_name_is_refused() -> None:
     text = schedule_of(3, 1).to_json().replace("model.layers.1", 'x\\"\\"\\"\\nimport os')
+    fields = {name: value for name, value in json.loads(text).items() if name != "digest"}
     with pytest.raises(MegacompileError, match="name that no model has"):
-        Schedule.from_json(text)
+        Schedule.from_json(json.dumps(sealed(fields)))
