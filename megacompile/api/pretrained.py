@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megacompile.api.compile import compile
 from megacompile.api.program import Program
 from megacompile.capture.patches import Patch, replaced
 from megacompile.errors import MegacompileError
+from megacompile.json_codec import parse_json, read_text
 from megacompile.state.safetensors_io import open_shard
 
 # ------------------------------------------------------------------------------------------------------------
@@ -273,8 +273,8 @@ def _files(folder: Path) -> set[str]:
     if not index.is_file():
         raise MegacompileError(f"{folder} has no model.safetensors and no {index.name}.")
     try:
-        files = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        files = set(parse_json(read_text(index), str(index))["weight_map"].values())
+    except (KeyError, AttributeError, TypeError) as error:
         raise MegacompileError(f"{index} is malformed: {error}.") from error
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():

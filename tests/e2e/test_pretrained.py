@@ -220,6 +220,10 @@ def test_folders_that_are_no_models_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(megacompile.MegacompileError, match=r"names .../elsewhere', which is no file"):
         megacompile.from_pretrained(tmp_path, "1GB", optimizer=adamw)
+    for text, says in (("[" * 100_000, "nested too deeply"), ('{"weight_map": [3]}', "is malformed")):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(megacompile.MegacompileError, match=rf"index.json .*{says}"):
+            megacompile.from_pretrained(tmp_path, "1GB", optimizer=adamw)
     (tmp_path / "config.json").write_text('{"architectures": ["os"], "model_type": "llama"}')
     with pytest.raises(megacompile.MegacompileError, match="which transformers does not have"):
         megacompile.from_pretrained(tmp_path, "1GB", optimizer=adamw)
