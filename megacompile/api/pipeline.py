@@ -45,6 +45,7 @@ from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_on_pages, plan_program
 from megacompile.planner.search import Planner, follow, without_garbage_collection
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
+from megacompile.printable import printable
 from megacompile.report.dump import write_dump
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.emit import emit_step
@@ -603,7 +604,7 @@ class Compiler:
             compiled, planned = self._together(batch, mode)
             if self.decided.resident is None and mode.kind in ("train", "accumulate"):
                 self.decided = replace(self.decided, resident=planned.step.resident)
-            name, work = type(self.frontend.model).__name__, compiled.assembly.work
+            name, work = printable(type(self.frontend.model).__name__), compiled.assembly.work
             title = (
                 f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
                 f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "

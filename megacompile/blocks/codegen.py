@@ -137,8 +137,8 @@ def load_functions(source: str, device: torch.device) -> dict[str, Callable[[lis
 
 
 def identifier(name: str) -> str:
-    """A name of Python for a template."""
-    text = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "model"
+    """A name of Python for a template, in ASCII, as Python normalises other letters."""
+    text = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_") or "model"
     return f"block_{text}" if text[0].isdigit() else text
 
 

@@ -33,6 +33,7 @@ from megacompile.graph.captured import (
     storage_nbytes,
     view_base,
 )
+from megacompile.printable import printable
 
 InputKind = Literal["weight", "buffer", "value", "rng"]
 
@@ -163,7 +164,7 @@ class _Builder:
         for name, given in self.captured.rows.items():
             trained = given.pieces[0] in self.captured.trainable
             rows[self._value(self.captured.placeholder(name), -1, trained).id] = given
-        names = _unique([name or "model" for name, _ in self.cuts])
+        names = _unique([printable(name) or "model" for name, _ in self.cuts])
         blocks = [self._block(i, names[i], nodes) for i, (_, nodes) in enumerate(self.cuts)]
         return Partition(
             blocks=tuple(blocks),

@@ -21,6 +21,7 @@ import torch
 from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import DifferentiatedTemplate
+from megacompile.printable import printable
 from megacompile.schedule.workload import (
     BlockWork,
     Call,
@@ -251,13 +252,14 @@ def _module_of(name: str) -> str:
 def _group_name(users: str | tuple[int, ...], members: list[Parameter], blocks: list[str]) -> str:
     """The name of a group that blocks use, by their numbers, or of what else a module has."""
     if isinstance(users, str):
+        users = printable(users)
         return users if users not in blocks else f"{users} (rest)"
     names = [blocks[b] for b in users]
     if len(names) == 1:
         return names[0]
     whole = members[0].whole or members[0].name
     rows = members[0].name.removeprefix(whole)  # of a piece
-    return f"{whole.rsplit('.', 1)[0]}{rows} (×{len(names)})"
+    return f"{printable(whole.rsplit('.', 1)[0])}{rows} (×{len(names)})"
 
 
 def _weights(item: Input, part: Partition) -> tuple[str, ...]:

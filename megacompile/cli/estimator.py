@@ -36,6 +36,7 @@ from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import Known, PlanTerms, first_that_fits, plan_program
 from megacompile.planner.tiling import TilingCandidate, tried
+from megacompile.printable import printable
 from megacompile.report.dump import step_calls
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.op_table import COMPUTES, STREAMS, Stream
@@ -323,7 +324,7 @@ class Prediction:
 
     def schedule(self, model: Model) -> Schedule:
         """The step as something to look at."""
-        q, title = self.question, f"train step of {model.name}."
+        q, title = self.question, f"train step of {printable(model.name)}."
         machine = q.terms.machine
         return Schedule(
             title, self.work, self.planned.plan, self.mode, machine, q.hbm_budget, tokens=q.tokens

@@ -17,6 +17,7 @@ from megacompile.errors import MegacompileError
 from megacompile.hardware.kernel_ceilings import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine, this_cpu
 from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.printable import is_printable
 from megacompile.units import host_available
 
 # ------------------------------------------------------------------------------------------------------------
@@ -273,6 +274,12 @@ def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
     profile: MachineProfile = from_plain(MachineProfile, given, what, partial=True)
     check_figures(profile, what)
     check_figures(profile.machine, what)
+    for part in (profile, profile.machine):
+        for name, value in ((f.name, getattr(part, f.name)) for f in fields(part)):
+            if isinstance(value, str) and not is_printable(value):
+                raise MegacompileError(
+                    f"{what}: {name} is {value[:40]!r}, which cannot be printed: rename it."
+                )
     return profile
 
 

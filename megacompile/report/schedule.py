@@ -28,6 +28,7 @@ from megacompile.passes import lower
 from megacompile.planner.bounds import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
 from megacompile.planner.nvme_placement import describe_traffic
+from megacompile.printable import is_printable, printable
 from megacompile.report.explain import explain
 from megacompile.report.plots import kept_before
 from megacompile.schedule.emit import emit_step, line_of_each, statement
@@ -105,7 +106,7 @@ class Schedule:
 
     def explain(self, name: str) -> str:
         """Say why the block or weight group of that name is planned so, and what the next best would cost."""
-        return explain(self, name)
+        return explain(self, printable(name))
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page: timeline, memory and code, linked to each other."""
@@ -209,11 +210,13 @@ def _indent(text: str) -> list[str]:
 
 
 def _check_names(schedule: Schedule) -> None:
-    """Names end up in emitted source, whose text they must not break out of."""
-    names = [schedule.title, schedule.machine.name]
-    names += [b.name for b in schedule.work.blocks] + [g.name for g in schedule.work.groups]
+    """Refuse names that :func:`printable` would change: a schedule's own are as it leaves them."""
+    work = schedule.work
+    names = [schedule.title, schedule.machine.name, *(b.checkpoint for b in schedule.plan.blocks)]
+    names += [b.name for b in work.blocks] + [g.name for g in work.groups]
+    names += [policy.name for b in work.blocks for policy in b.policies]
     for name in names:
-        if not name.isprintable() or '"' in name or "\\" in name:
+        if not is_printable(name):
             raise MegacompileError(f"The schedule file holds a name that no model has: {name[:40]!r}.")
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megacompile.printable import printable
 from megacompile.schedule.op_table import SPECS, Buffer, Ring, Shard, Token
 from megacompile.schedule.step import Event, Op, Step
 from megacompile.schedule.workload import Workload
@@ -131,10 +132,10 @@ def _expression(value: int, slope: int, origin: int) -> str:
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:
-    """Source of ``def step(rt)`` for one program."""
+    """Source of ``def step(rt)`` for one program; no name in it can end the text that it stands in."""
     prefetches = [op for op in step.ops if op.kind == "prefetch"]
     lines = [
-        *_wrapped(f'"""{title}'),
+        *_wrapped(f'"""{printable(title)}'),
         "",
         "Streams run in order: compute is this thread, h2d and d2h copy, host updates masters.",
         *(["nvme_read and nvme_write fill and empty a window of host buffers."] if step.window else []),
@@ -155,9 +156,9 @@ def emit_step(step: Step, work: Workload, *, title: str) -> str:
 
 def _legend(work: Workload) -> list[str]:
     lines = ["blocks:"]
-    lines += [f"    {text}" for text in fold([b.name for b in work.blocks])]
+    lines += [f"    {text}" for text in fold([printable(b.name) for b in work.blocks])]
     lines += ["weight groups:"]
-    sizes = [f"{g.name}  {g.nbytes / 1e6:.2f} MB" for g in work.groups]
+    sizes = [f"{printable(g.name)}  {g.nbytes / 1e6:.2f} MB" for g in work.groups]
     lines += [f"    {text}" for text in fold(sizes)]
     return lines
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.printable import is_printable
 from megacompile.schedule.workload import Workload
 from megacompile.units import format_bytes, runs_of
 
@@ -278,7 +279,17 @@ class Plan:
             )
         plan: Plan = from_plain(Plan, {**given, "names": [[], []], "loops": [0, 0]}, what)
         check_counts(plan, what)
+        _check_policies(plan, what)
         return plan
+
+
+def _check_policies(plan: Plan, what: str) -> None:
+    """Refuse names of checkpoint policies that cannot be printed."""
+    for i, block in enumerate(plan.blocks):
+        if not is_printable(block.checkpoint):
+            raise MegacompileError(
+                f"{what}.blocks[{i}].checkpoint is {block.checkpoint[:40]!r}: no policy has this name."
+            )
 
 
 def check_counts(plan: Plan, what: str) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import megacompile
+from megacompile.cli.inspect import read_schedule
+from megacompile.printable import is_printable
+from megacompile.report.schedule import Schedule
 from tests.support.models import batch_for, build
 
 
@@ -84,3 +92,60 @@ def test_the_largest_schedule_is_not_that_of_a_last_short_batch() -> None:
     assert flops[0] == 4 * flops[1] > 0
     assert largest.measured is not None and last.measured is not None  # both of the last two runs
     program.close()
+
+
+names_of_modules = st.text(st.characters(exclude_characters="."), min_size=1, max_size=12)
+ODD = [
+    'a"""\nprint("run")\n"""',
+    'a"',
+    "a\\",
+    "\\N{x}",
+    "a\nb",
+    "\x00",
+    "\x1b[2J",
+    "\u2028",
+    "\ud800",
+    "\ufb01",
+    "²",
+]
+
+
+class Named(nn.Module):
+    """Layers under any names, whose outputs are added up."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.outer = nn.Module()
+        for name in names:
+            self.outer.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).sum() for layer in self.outer._modules.values()]).sum()
+
+
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])  # as each takes a second
+@given(st.lists(names_of_modules, min_size=3, max_size=3, unique=True))
+@example(ODD)
+def test_a_module_may_have_any_name_that_torch_takes(names: list[str]) -> None:
+    """What is emitted holds one function, which runs; the file of the schedule gives the schedule back."""
+    model = Named([name for name in names if not hasattr(nn.Module(), name)])
+    batch = (torch.ones(2, 8),)
+    expected = model(*batch).item()
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = torch.optim.SGD(model.parameters())
+        program = megacompile.compile(
+            model, "1MB", optimizer=optimizer, device="cpu", compute_dtype=torch.float32, dump=folder
+        )
+        loss = program.train_step(batch).loss
+        program.close()
+        written = Path(folder, "train")
+        schedule = read_schedule(written)
+        text, *offsets, function = ast.parse((written / "09_step.py").read_bytes()).body
+        ast.parse((written / "03_blocks.py").read_bytes())
+    assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    assert [ast.unparse(line).partition(" = ")[0] for line in offsets] in ([], ["OFFSETS"])
+    assert isinstance(function, ast.FunctionDef) and loss.item() == pytest.approx(expected)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert all(
+        is_printable(name) and schedule.explain(name) for name in (b.name for b in schedule.work.blocks)
+    )

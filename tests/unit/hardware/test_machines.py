@@ -64,6 +64,7 @@ def test_a_machine_file_is_read_back_exactly_and_may_hold_rates_alone(tmp_path: 
         ({"machine": {"flops": "1e15"}}, "flops"),
         ({"machine": {"flops": True}}, "flops"),
         ({"machine": {"flops": None}}, "flops"),
+        ({"machine": {"name": 'a"\nimport os'}}, "name"),
         ({"machine": {"host_bandwith": 1e11}}, "host_bandwidth"),
         ({"device_bytes": 1.5}, "device_bytes"),
         ({"device_bytes": -1}, "device_bytes"),

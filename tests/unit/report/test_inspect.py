@@ -54,6 +54,8 @@ def test_a_measured_schedule_survives_json_exactly() -> None:
         (lambda f: f["plan"]["blocks"][0].update(saved_on="moon"), "saved_on"),
         (lambda f: f["plan"]["groups"][0].update(prefetch_depth="2"), "prefetch_depth"),
         (lambda f: f["work"]["blocks"][0].update(name='a"""\nimport os\n"""'), "name that no model has"),
+        (lambda f: f["work"]["blocks"][0]["policies"][0].update(name='a")'), "name that no model has"),
+        (lambda f: f["plan"]["blocks"][0].update(checkpoint="\x1b[2J"), "name that no model has"),
         (lambda f: f["work"]["blocks"][1].update(outputs=[99]), "hang together|another step"),
         (lambda f: f["machine"].update(flops=None), "flops"),
         (lambda f: f["work"]["groups"][0].update(nbytes=1), "another step"),

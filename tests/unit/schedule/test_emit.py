@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacompile.passes import lower
+from megacompile.printable import is_printable
 from megacompile.schedule.emit import emit_step, fold
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step
@@ -189,6 +192,23 @@ def step(rt):
     for i in range(0, 6):
         rt.adam(group=i, grad=("hgrad", i))
 """.splitlines()
+
+
+names = st.text(min_size=1) | st.sampled_from(
+    ['a"""\nprint("run")\n"""', 'a"', "a\\", "\\N{x}", "\x00", "\r", "\x1b[2J", "\u2028", "\ud800", "é"]
+)
+
+
+@given(st.lists(names, min_size=4, max_size=4), names)
+def test_no_name_gets_out_of_the_text_that_it_stands_in(given: list[str], title: str) -> None:
+    work = chain(4)
+    blocks = tuple(replace(b, name=name) for b, name in zip(work.blocks, given, strict=True))
+    groups = tuple(replace(g, name=name) for g, name in zip(work.groups, given, strict=False))
+    odd = replace(work, blocks=blocks, groups=groups)
+    step = lower(work, uniform(work), Mode("train"))
+    plain, found = (ast.parse(emit_step(step, w, title=t).encode()) for w, t in ((work, "A."), (odd, title)))
+    assert list(map(ast.dump, found.body[1:])) == list(map(ast.dump, plain.body[1:]))
+    assert all(is_printable(line) for line in (ast.get_docstring(found, clean=False) or "").split("\n"))
 
 
 def test_fold_counts_equal_names_together() -> None:

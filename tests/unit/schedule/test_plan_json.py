@@ -79,6 +79,7 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
         ("groups[0].", "state", "tape"),
         ("blocks[1].", "saved_on", "disk"),
         ("blocks[1].", "checkpoint", 3),
+        ("blocks[1].", "checkpoint", "\x1b[2J"),
         ("blocks[1].", "reload", 2),
     ],
 )
