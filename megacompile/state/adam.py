@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -176,16 +177,15 @@ def _library(kernel: Kernel = "fp32") -> tuple[ctypes.CDLL | None, str]:
 
 
 def _load(kernel: Kernel, compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """The library from `folder`, compiled where it is missing or cannot be loaded."""
+    """The library from `folder`, compiled where it is missing, is not what was built or cannot be loaded."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = [path.read_text() for path in sorted(HERE.glob("*.[ch]"))]
     key = "\n".join([*texts, _cpu(), compiler, version, FLAGS, *TARGETS])
     path = folder / f"adam-{kernel}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:
-        library = ctypes.CDLL(str(path))
+        library = _opened(_read(path))
     except OSError:
-        _compile(kernel, compiler, path)
-        library = ctypes.CDLL(str(path))
+        library = _opened(_compile(kernel, compiler, path))
     threads = "" if library.mc_has_threads() else ", on one thread for want of OpenMP"
     return library, version.partition("\n")[0] + threads
 
@@ -198,9 +198,35 @@ def _cpu() -> str:
     return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(kept)])
 
 
-def _compile(kernel: Kernel, compiler: str, path: Path) -> None:
-    """Build into a temporary folder beside `path` and rename, so that processes may race."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _read(path: Path) -> bytes:
+    """A library that was built before; OSError where the SHA-256 at the file's end is of other bytes."""
+    content = path.read_bytes()
+    built = content[: -hashlib.sha256().digest_size]
+    if content != _with_digest(built):
+        raise OSError(f"{path} is damaged")
+    return built
+
+
+def _with_digest(built: bytes) -> bytes:
+    return built + hashlib.sha256(built).digest()  # loaders leave out what follows a library
+
+
+@functools.cache
+def _opened(built: bytes) -> ctypes.CDLL:
+    """The library of these very bytes, from memory: a file may be changed after it was checked, and one that
+    is cut off while it is mapped ends the process."""
+    handle = os.memfd_create("megacompile-adam")  # stays open, as loaders know a library by its path
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(built)
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def _compile(kernel: Kernel, compiler: str, path: Path) -> bytes:
+    """Build into a temporary folder beside `path` and rename, so that processes may race; the library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         for target in TARGETS:
             built = Path(folder, "adam.so")
@@ -208,8 +234,10 @@ def _compile(kernel: Kernel, compiler: str, path: Path) -> None:
             command = [compiler, *flags, *SOURCES[kernel], "-o", str(built.absolute()), "-lm"]
             result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
             if result.returncode == 0:
+                library = built.read_bytes()
+                built.write_bytes(_with_digest(library))
                 built.replace(path)
-                return
+                return library
     raise OSError(f"{compiler}: {result.stderr.strip()[-300:]}")
 
 

@@ -106,6 +106,16 @@ def test_where_nothing_can_be_written_searches_work(monkeypatch: pytest.MonkeyPa
     assert find() == find()
 
 
+def test_a_folder_that_others_may_write_to_is_not_read(plans: Path, searches: list[object]) -> None:
+    budget = BUDGET + 9  # of no other test: what is found without a cache stays with the process
+    first = find(budget)
+    plans.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="may be written to by others"):
+        second = find(budget)
+    assert len(searches) == 2 and first == second
+    assert find(budget) == first and len(searches) == 2, "this process keeps its own"
+
+
 def test_an_interrupted_search_is_not_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> None:
     run = cache._run
 

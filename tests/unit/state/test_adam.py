@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+import random
 import shutil
 import stat
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacompile.cache_dir import cache_folder
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step, join, split, torch_fused
 from tests.support.scripts import Script
@@ -389,6 +396,102 @@ def test_cache_that_cannot_be_written_or_is_damaged(
     assert "C kernel" in adam.describe_backend()
 
 
+def compiler() -> str:
+    return shutil.which("cc") or shutil.which("gcc") or "clang"
+
+
+def built_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library in a cache folder, as it was built."""
+    adam.set_backend("c")
+    kept = next(cache_folder().glob("adam-fp32-*.so"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return Path(shutil.copy(kept, cache_folder()))
+
+
+def test_a_changed_byte_or_a_cut_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None
+) -> None:
+    needs_compiler()
+    path, draw = built_in(tmp_path, monkeypatch), random.Random(0)
+    whole = path.read_bytes()
+    for _ in range(60):
+        place = draw.randrange(len(whole))
+        changed = whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :]
+        for content in (changed, whole[:place]):
+            path.write_bytes(content)
+            with pytest.raises(OSError, match="is damaged"):
+                adam._read(path)
+
+
+def test_a_library_that_is_loaded_does_not_change_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None
+) -> None:
+    needs_compiler()
+    path = built_in(tmp_path, monkeypatch)
+    adam.set_backend("c")
+    with path.open("r+b") as file:
+        file.truncate(0)
+    assert adam.join(*halves_of_one(), torch.empty(1)).item() == 1  # a mapped file would end the process
+    adam.set_backend("c")
+    assert path.stat().st_size > 1000
+
+
+def halves_of_one() -> tuple[Tensor, Tensor]:
+    hi, lo = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
+    adam.split(torch.ones(1), hi, lo)
+    return hi, lo
+
+
+@pytest.mark.parametrize("open_to", ["others", "another owner", "nobody else"])
+def test_a_library_that_others_may_have_put_there_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None, open_to: str
+) -> None:
+    """It has the name and, but for the last case, the SHA-256 of one that was built."""
+    needs_compiler()
+    source, ran = tmp_path / "theirs.c", tmp_path / "ran"
+    code = f'__attribute__((constructor)) void run(void) {{ fclose(fopen("{ran}", "w")); }}'
+    source.write_text(f"#include <stdio.h>\n{code}\n")
+    path = built_in(tmp_path, monkeypatch)
+    subprocess.run([compiler(), "-shared", "-fPIC", "-o", path, source], check=True)
+    if open_to != "nobody else":
+        path.write_bytes(adam._with_digest(path.read_bytes()))
+    theirs = path.read_bytes()
+    if open_to == "others":
+        path.parent.chmod(0o777)
+    elif open_to == "another owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with (
+        nullcontext()
+        if open_to == "nobody else"
+        else pytest.warns(UserWarning, match="nothing is kept in it")
+    ):
+        adam.set_backend("c")
+    assert adam.join(*halves_of_one(), torch.empty(1)).item() == 1
+    assert not ran.exists()
+    assert (path.read_bytes() == theirs) == (open_to != "nobody else")
+
+
+def test_the_cache_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
+    (tmp_path / "megacompile").chmod(0o755)  # as it was made before
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
+
+
+def test_without_a_home_there_is_a_folder_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    folder = cache_folder()
+    assert folder == cache_folder() and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.parent == Path(tempfile.gettempdir())
+
+
 def test_processes_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
     program = (
@@ -402,7 +505,6 @@ def test_processes_race_to_build(tmp_path: Path) -> None:
 
 def test_threads_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
-    compiler = shutil.which("cc") or shutil.which("gcc") or "clang"
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: adam._load("fp32", compiler, tmp_path), range(4)))
+        list(pool.map(lambda _: adam._load("fp32", compiler(), tmp_path), range(4)))
     assert [x.suffix for x in tmp_path.iterdir()] == [".so"]
