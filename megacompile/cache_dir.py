@@ -66,12 +66,3 @@ def _folder_of(process: int) -> Path:
 def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # and not a child that it forked
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing, so that processes may race."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder, path.name)
-        written.write_text(text)
-        written.replace(path)

@@ -29,6 +29,7 @@ from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json, read_text, to_plain
 from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
 from megacompile.kernels.registry import CALLED, SPECS, Cost, Function, Operation, Shape, normal
+from megacompile.own_files import replace_text, replacing_file
 from megacompile.runtime.call_context import first_line
 
 # ------------------------------------------------------------------------------------------------------------
@@ -566,7 +567,7 @@ def write(folder: Path, rows: Sequence[Row], hardware: Hardware) -> list[Path]:
         "kernels.md": markdown(rows, hardware) + "\n",
     }
     for name, content in files.items():
-        (folder / name).write_text(content)
+        replace_text(folder / name, content)
     picture = _plot(folder / "kernels.png", rows)
     return [folder / name for name in files] + ([picture] if picture else [])
 
@@ -593,7 +594,8 @@ def _plot(path: Path, rows: Sequence[Row]) -> Path | None:
         axes.set_ylabel(f"{mode}: % of roofline")
         axes.set_xticks(range(len(names)), names, fontsize=7)
     figure.axes[0].legend(ncols=len(providers))
-    figure.savefig(path, dpi=120)
+    with replacing_file(path) as written:
+        figure.savefig(written, dpi=120)
     return path
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from megacompile.cli.main import folder_of
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
+from megacompile.own_files import refuse_link, replace_text
 from megacompile.units import format_bytes, format_hours, format_seconds
 
 if TYPE_CHECKING:
@@ -341,6 +342,10 @@ def run_train(options: argparse.Namespace) -> int:
         _dry_run(options.config, keys, resume.steps(checkpoint))
         return 0
     folder_of(arguments.output_dir, "output_dir")
+    try:
+        refuse_link(folder / "model")
+    except OSError as error:
+        raise MegacompileError(f"The model cannot be written: {error}.") from error
     if first:
         _keep_keys(Path(options.config), options.overrides, folder / "config.yaml")
         (folder / "report.md").unlink(missing_ok=True)  # which says that a training has ended
@@ -374,7 +379,7 @@ def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
     if kept.exists() and kept.samefile(given):
         return
     beside = f"# Trained with these flags: {shlex.join(flags)}\n" if flags else ""
-    kept.write_text(beside + given.read_text())
+    replace_text(kept, beside + given.read_text())
 
 
 def _built(path: str, keys: Any) -> Any:

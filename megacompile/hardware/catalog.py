@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from megacompile.cache_dir import cache_folder, replace_text
+from megacompile.cache_dir import cache_folder
 from megacompile.errors import MegacompileError
 from megacompile.hardware.kernel_ceilings import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine, this_cpu
 from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.own_files import replace_text
 from megacompile.printable import is_printable
 from megacompile.units import host_available
 
@@ -274,18 +275,14 @@ def parse_profile(text: str, what: str = "The machine file") -> MachineProfile:
     profile: MachineProfile = from_plain(MachineProfile, given, what, partial=True)
     check_figures(profile, what)
     check_figures(profile.machine, what)
-    for part in (profile, profile.machine):
-        for name, value in ((f.name, getattr(part, f.name)) for f in fields(part)):
-            if isinstance(value, str) and not is_printable(value):
-                raise MegacompileError(
-                    f"{what}: {name} is {value[:40]!r}, which cannot be printed: rename it."
-                )
     return profile
 
 
 def check_figures(part: MachineProfile | Machine, what: str) -> None:
-    """Refuse sizes, rates and seconds that no machine has."""
+    """Refuse sizes, rates and seconds that no machine has, and texts that cannot be printed."""
     for name, value in ((f.name, getattr(part, f.name)) for f in fields(part)):
+        if isinstance(value, str) and not is_printable(value):
+            raise MegacompileError(f"{what}: {name} is {value[:40]!r}, which cannot be printed: rename it.")
         possible = type(value) not in (int, float) or _LEAST <= value <= _MOST
         if not (possible or (value == 0 and name in _MAY_BE_ZERO)):
             raise MegacompileError(f"{what}: {name} is {value!r}, which is not possible for a machine.")

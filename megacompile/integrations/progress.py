@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from megacompile.json_codec import from_plain, parse_json, read_text
+from megacompile.own_files import replace_text, replacing_file
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Logbook(TrainerCallback):
         if not state.is_world_process_zero:
             return
         names = dict.fromkeys(["step", "epoch", *(name for entry in state.log_history for name in entry)])
-        with self._path.open("w", newline="") as file:
+        with replacing_file(self._path) as written, written.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(names))
             writer.writeheader()
             writer.writerows(state.log_history)
@@ -209,10 +210,12 @@ def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
     history, program = trainer.state.log_history, trainer.program
     train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     held_out = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    program.largest_schedule.to_html(folder / "schedule.html")
+    with replacing_file(folder / "schedule.html") as written:
+        program.largest_schedule.to_html(written)
     lines = [f"# {type(trainer.model).__name__}, {trainer.state.global_step} steps", ""]
     if train:
-        loss_curve(train, held_out, folder / "loss.png")
+        with replacing_file(folder / "loss.png") as written:
+            loss_curve(train, held_out, written)
         lines += ["![Loss during training](loss.png)", ""]
     sizes = [parameter.numel() for parameter in trainer.model.parameters()]
     trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
@@ -231,7 +234,7 @@ def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
     lines += _last_samples(folder / "samples.jsonl")
     lines += ["The model is in `model`, every logged number in `log.csv`, the keys in `config.yaml`.", ""]
     lines += ["[The schedule of a step](schedule.html), with its timeline, memory and code.", ""]
-    (folder / "report.md").write_text("\n".join(lines))
+    replace_text(folder / "report.md", "\n".join(lines))
 
 
 def _last_samples(path: Path) -> list[str]:
@@ -306,9 +309,7 @@ class Samples(TrainerCallback):
             for prompt, answer in zip(self._prompts, answers, strict=True)
         ]
         self._lines = [line for line in self._lines if line["step"] != state.global_step] + lines
-        written = self._path.with_name(f"{self._path.name}.new")  # so that a kill leaves either file
-        written.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines))
-        written.replace(self._path)
+        replace_text(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines))
         for line in lines:
             self._trainer._progress.write(f"{line['prompt']} → {line['answer']}")
 

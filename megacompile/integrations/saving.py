@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from megacompile.integrations.trainer_checkpoints import (
     is_whole,
     last_checkpoint,
 )
-from megacompile.state.atomic_folder import is_of_disk
+from megacompile.state.atomic_folder import adding_to, is_of_disk
 from megacompile.state.model_export import Description, describe, export_model, saved_values
 from megacompile.state.model_values import Lending, is_owned
 
@@ -41,6 +41,8 @@ from megacompile.state.model_values import Lending, is_owned
 
 
 _PREFIXES = {"PREFIX_TUNING", "CARTRIDGE"}  # of keys and values
+Within = Callable[[Path], contextlib.AbstractContextManager[Path]]
+"""Where files of others' code go that are for a folder: it, or one whose files replace those in it."""
 
 
 def learns_prompts(model: Any) -> bool:
@@ -56,12 +58,15 @@ def start_without_effect(model: Any) -> bool:
     return bool(initial) and all(how is True or how == "gaussian" for how in initial)
 
 
-def save_adapters(model: Any, program: Program, folder: str) -> None:
+def save_adapters(model: Any, program: Program, folder: Path, within: Within) -> None:
     """Write the adapters of a model that a program has."""
     values = program.state_dict(trained=True)
     if program.world.rank == 0:
-        with _with_prompts(model, values):
-            model.save_pretrained(folder, state_dict=values)
+        with _with_prompts(model, values), within(folder) as fresh:
+            card = folder / "README.md"  # which PEFT adds to
+            if card.is_file() and not card.is_symlink() and fresh != folder:
+                shutil.copyfile(card, fresh / card.name)
+            model.save_pretrained(os.fspath(fresh), state_dict=values)
 
 
 @contextlib.contextmanager
@@ -308,17 +313,20 @@ class Saving(_Upstream):
             self._write_model(self.program, folder)
 
     def _write_model(self, program: Program, folder: str) -> None:
+        # no link is left in a checkpoint that is begun, and a thread sees to it that all of it is on disk
+        within: Within = contextlib.nullcontext if self._in_part else adding_to
         if hasattr(self.model, "peft_config"):
-            save_adapters(self.model, program, folder)
+            save_adapters(self.model, program, Path(folder), within)
         elif not self._in_part or self.args.save_only_model:
             program.export(folder, dtype=None, beside=True)
         if not self.args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if not self._in_part:  # where save_total_limit is not what was given
-            torch.save(self.args, Path(folder) / "training_args.bin")
+        with within(Path(folder)) as fresh:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(os.fspath(fresh))
+            if not self._in_part:  # where save_total_limit is not what was given
+                torch.save(self.args, fresh / "training_args.bin")
 
     # ---- resuming ----------------------------------------------------------------------------------
 

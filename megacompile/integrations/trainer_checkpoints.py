@@ -24,6 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 from megacompile.errors import MegacompileError
 from megacompile.integrations.training_arguments import NO_EFFECT
 from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.own_files import make_own_folder
 from megacompile.state.atomic_folder import sync
 from megacompile.state.checkpoint import UNSEALED, read_manifest
 
@@ -44,8 +45,13 @@ _RANDOM_OF_RANKS = "rng_state*.pth"  # of several ranks rng_state_0.pth, and so 
 
 
 def begin(folder: Path) -> None:
-    """From now on, until :func:`finish`, the checkpoint in this folder is not whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """From now on, until :func:`finish`, the checkpoint in this folder is not whole.
+
+    Links in it are removed, as files of the checkpoint would be written to where they lead.
+    """
+    make_own_folder(folder)
+    for link in (entry for entry in folder.iterdir() if entry.is_symlink()):
+        link.unlink()
     (folder / _UNFINISHED).touch()
     sync(folder)
 

@@ -15,11 +15,12 @@ from itertools import product
 from pathlib import Path
 
 from megacompile import blocks, hardware, passes, planner, schedule, state
-from megacompile.cache_dir import cache_folder, replace_text
+from megacompile.cache_dir import cache_folder
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.json_codec import from_plain, parse_json, read_text, sealed, unsealed
+from megacompile.own_files import replace_text
 from megacompile.passes import finish, lower_memory
 from megacompile.planner.bounds import lowest_bytes
 from megacompile.planner.linear_program import (

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.codegen import function_source
 from megacompile.blocks.costs import Calls, KernelCall, total
+from megacompile.errors import MegacompileError
 from megacompile.json_codec import to_plain
+from megacompile.own_files import make_own_folder, replace_text
 from megacompile.passes import PASSES
 from megacompile.report.schedule import chrome_trace
 from megacompile.schedule.emit import statement
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 
 def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
     """Write the files of one program into ``folder``, over those of an earlier dump there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("05_*.txt"):  # of other passes
-        stale.unlink()
     compiled, planned = scheduled.compiled, scheduled.planned
     calls = step_calls(compiled, planned.plan, scheduled.mode)
     kernels = [to_plain(call) | {"calls": count} for call, count in calls]
@@ -48,8 +47,15 @@ def write_dump(folder: Path, scheduled: Scheduled, schedule: Schedule) -> None:
         "timeline.json": json.dumps(chrome_trace(schedule), indent=0, allow_nan=False) + "\n",
     }
     files |= _passes(scheduled)
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    try:
+        make_own_folder(folder)
+        for stale in folder.glob("05_*.txt"):  # of other passes
+            stale.unlink()
+        for name, text in files.items():
+            readable = text.encode(errors="backslashreplace").decode()  # modules may have any names
+            replace_text(folder / name, readable)
+    except OSError as error:
+        raise MegacompileError(f"The dump was not written to {folder}: {error}.") from error
 
 
 def _fusions(scheduled: Scheduled) -> str:

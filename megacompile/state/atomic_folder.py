@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megacompile.errors import DiskError, ProgramError
+from megacompile.own_files import make_own_folder
 
 _TORCH_SAVE = ("inline_container.cc", "iostream error")  # of what torch.save raises where a write failed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
@@ -52,15 +53,20 @@ def replacing(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def adding_to(folder: Path) -> Iterator[Path]:
     """A temporary folder whose files go into ``folder``, beside what is there, when the block ends without
-    an error: one by one, and ``config.json``, which says that a model is there, last."""
+    an error: one by one, and ``config.json``, which says that a model is there, last. One that takes the
+    place of a link leaves alone what that leads to."""
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / ".saving"
     with _locked(fresh):
         try:
             yield fresh
-            for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
+            files = [file for file in fresh.rglob("*") if not file.is_dir()]
+            for file in sorted(files, key=lambda file: file == fresh / "config.json"):
+                target = folder / file.relative_to(fresh)
+                if target.parent != folder:
+                    make_own_folder(target.parent)
                 sync(file)
-                file.replace(folder / file.name)
+                file.replace(target)
             sync(folder)
         finally:
             _remove(fresh)
@@ -69,7 +75,7 @@ def adding_to(folder: Path) -> Iterator[Path]:
 def recover(folder: Path) -> None:
     """Put back what a writer that was killed had moved aside and not yet replaced."""
     previous = _beside(folder, "previous")
-    if not previous.exists():
+    if not previous.exists() or previous.is_symlink():
         return
     with _renaming_in(folder.parent):  # a writer that is alive may stand between its renames
         if previous.exists() and not folder.exists():
@@ -91,19 +97,39 @@ def _beside(folder: Path, what: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(fresh: Path) -> Iterator[None]:
-    """An empty folder that this process alone writes; what a killed writer left in it is removed."""
-    fresh.mkdir(exist_ok=True)
-    handle = os.open(fresh, os.O_RDONLY)
+    """An empty folder that this process alone writes; what a killed writer left in it is removed.
+
+    Raises OSError where a link is in its place, or a folder of another user, who could change what is in it.
+    """
+    make_own_folder(fresh)
+    handle = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        _check_owner(handle, fresh)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ProgramError(f"Another process is writing {fresh}: save to different folders.") from error
-        for file in fresh.iterdir():
-            file.unlink()
+        if not _leads_to(handle, fresh):
+            raise ProgramError(f"Another process has just written {fresh}: save to different folders.")
+        for entry in fresh.iterdir():
+            _remove(entry)
         yield
     finally:
         _unlock(handle)
+
+
+def _check_owner(handle: int, folder: Path) -> None:
+    """Whoever has the folder above can do as they like in it, and some file systems know one owner alone."""
+    if os.fstat(handle).st_uid not in (os.geteuid(), folder.parent.stat().st_uid):
+        raise OSError(errno.EPERM, "it belongs to another user: remove it", str(folder))
+
+
+def _leads_to(handle: int, folder: Path) -> bool:
+    """Return whether an open folder has still this name; a writer that ends moves its own to another."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(folder))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -144,6 +170,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -168,10 +170,31 @@ def _write_configs(folder: Path, model: Description, dtype: torch.dtype | None) 
 
 def copy_processor(source: Path | None, folder: Path, *, known: Path) -> None:
     """Copy the files of a tokenizer and a processor to ``folder``, but for those that ``known`` has. They are
-    not loaded, which may need torchvision."""
-    for file in (f for name in _PROCESSOR_FILES for f in source.glob(name)) if source is not None else ():
-        if file.is_file() and not (known / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
+    not loaded, which may need torchvision.
+
+    A link is followed where it leads to a file within ``source``, or within the ``blobs`` of the model's own
+    folder in the hub's cache, of which ``source`` is a snapshot. Any other may lead to a private file, which
+    would be published with the model: a warning names what is left out.
+    """
+    if source is None:
+        return
+    source = source.resolve()
+    places = [source]
+    if source.parent.name == "snapshots" and source.parent.parent.name.startswith("models--"):
+        places.append(source.parent.parent / "blobs")
+    for file in dict.fromkeys(f for name in _PROCESSOR_FILES for f in source.glob(name)):
+        if not file.is_file() or os.path.lexists(known / file.name):
+            continue
+        target = file.resolve()
+        if any(target.is_relative_to(place) for place in places):
+            with target.open("rb") as given, (folder / file.name).open("xb") as copied:
+                shutil.copyfileobj(given, copied)
+        else:
+            warnings.warn(
+                f"{file} was not copied to {known}: it is a link to {target}, outside of the model's folder. "
+                "Copy that file into the exported folder if it belongs to the model.",
+                stacklevel=2,
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------

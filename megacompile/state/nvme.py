@@ -7,6 +7,7 @@ import errno
 import fcntl
 import itertools
 import os
+import stat
 import time
 import warnings
 import weakref
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from megacompile.distributed.collectives import World
 from megacompile.errors import BudgetError, MegacompileError, StorageError
+from megacompile.own_files import make_own_folder, refuse_link
+from megacompile.printable import printable
 from megacompile.state.host_arena import HostArena
 from megacompile.units import format_bytes
 
@@ -55,14 +58,14 @@ def folders_of(world: World, directories: Sequence[str]) -> tuple[str, ...]:
     own = [Path(directory) / f"rank-{world.rank}" for directory in directories]
     for folder in own:
         try:
-            folder.mkdir(exist_ok=True)
+            make_own_folder(folder)
         except OSError as error:
             raise _unusable(folder, error) from error
     return tuple(str(folder) for folder in own)
 
 
-def _unusable(folder: Path, error: OSError) -> MegacompileError:
-    return MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {error.strerror}.")
+def _unusable(folder: Path, error: OSError, what: str = "") -> MegacompileError:
+    return MegacompileError(f"offload_dir={str(folder)!r} cannot be used: {what}{error.strerror}.")
 
 
 class FolderLock:
@@ -86,13 +89,20 @@ def lock_folder(folder: Path) -> FolderLock:
 
 def _locked(folder: Path) -> int:
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        refuse_link(folder / _LOCK)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise _unusable(folder, error, f"{_LOCK} in it: ") from error
+    status = os.fstat(lock)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # what has another name may be anybody's
+        os.close(lock)
+        raise MegacompileError(
+            f"offload_dir={str(folder)!r} cannot be used: {_LOCK} in it is no file of its own: remove it."
+        )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = os.read(lock, 32).decode().strip()
+        owner = printable(os.read(lock, 32).decode(errors="replace").strip())
         os.close(lock)
         raise MegacompileError(
             f"offload_dir={str(folder)!r} is in use by process {owner}: give each process its own directory."

@@ -192,7 +192,7 @@ class _Blocks:
     """A new file, filled from its start through one buffer."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._direct = _set_direct(self._file, True)
         self._buffer = HostArena(BLOCK_BYTES).tensor  # of few pages, each of which a write pins
         self._filled = self._written = 0

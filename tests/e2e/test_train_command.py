@@ -461,6 +461,20 @@ def test_a_mistake_is_one_sentence(
     assert "Traceback" not in said
 
 
+def test_links_in_its_folder_are_not_followed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One to another model is refused before anything is trained; the kept configuration replaces one."""
+    before = contents(folder)
+    (folder / "out").mkdir()
+    (folder / "out" / "model").symlink_to(folder / "model")
+    assert main(["train", "config.yaml", *SMALL]) == 2
+    said = capsys.readouterr().err
+    assert "it is a link, which is not followed: remove it" in said and "out/model" in said
+    (folder / "out" / "config.yaml").symlink_to(folder / "chats.jsonl")
+    train._keep_keys(Path("config.yaml"), [], folder / "out" / "config.yaml")
+    assert before.items() <= contents(folder).items()
+    assert (folder / "out" / "config.yaml").read_text() == Path("config.yaml").read_text()
+
+
 def test_the_example_for_preferences_is_understood(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "preferences.yaml", "--method", "dpo"]) == 0
     assert main(["train", "preferences.yaml", "--data", "nothing.jsonl"]) == 2
