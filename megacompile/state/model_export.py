@@ -173,20 +173,19 @@ def copy_processor(source: Path | None, folder: Path, *, known: Path) -> None:
     not loaded, which may need torchvision.
 
     A link is followed where it leads to a file within ``source``, or within the ``blobs`` of the model's own
-    folder in the hub's cache, of which ``source`` is a snapshot. Any other may lead to a private file, which
+    folder in the hub's cache, where ``source`` is of a snapshot. Any other may lead to a private file, which
     would be published with the model: a warning names what is left out.
     """
     if source is None:
         return
     source = source.resolve()
-    places = [source]
-    if source.parent.name == "snapshots" and source.parent.parent.name.startswith("models--"):
-        places.append(source.parent.parent / "blobs")
+    snapshots = [folder for folder in source.parents if folder.name == "snapshots"]
+    own = [folder.parent / "blobs" for folder in snapshots if folder.parent.name.startswith("models--")]
     for file in dict.fromkeys(f for name in _PROCESSOR_FILES for f in source.glob(name)):
         if not file.is_file() or os.path.lexists(known / file.name):
             continue
         target = file.resolve()
-        if any(target.is_relative_to(place) for place in places):
+        if any(target.is_relative_to(place) for place in (source, *own)):
             with target.open("rb") as given, (folder / file.name).open("xb") as copied:
                 shutil.copyfileobj(given, copied)
         else:

@@ -204,21 +204,30 @@ def test_links_of_a_models_folder_are_not_published(tmp_path: Path) -> None:
     assert (exported / "tokenizer.json").read_text() == "of the model"
 
 
-@pytest.mark.parametrize("of_another", [False, True])
-def test_a_snapshot_of_the_hubs_cache_is_exported_whole(of_another: bool, tmp_path: Path) -> None:
-    model, exported = tmp_path / "hub" / "models--own--name", tmp_path / "exported"
-    blobs = (tmp_path / "hub" / "models--private--other" if of_another else model) / "blobs"
-    snapshot = model / "snapshots" / "0123"
-    for folder in (snapshot, blobs, exported):
+@pytest.mark.parametrize(
+    ("snapshot", "owner"),
+    [
+        ("snapshots/0123", "models--a--b"),
+        ("snapshots/0123/part", "models--a--b"),
+        ("snapshots/0123", "models--c--d"),
+    ],
+)
+def test_a_snapshot_in_the_hubs_cache_has_its_own_files(snapshot: str, owner: str, tmp_path: Path) -> None:
+    source, blobs, exported = (
+        tmp_path / "models--a--b" / snapshot,
+        tmp_path / owner / "blobs",
+        tmp_path / "out",
+    )
+    for folder in (source, blobs, exported):
         folder.mkdir(parents=True)
     for name in FILES:
         (blobs / f"sha-of-{name}").write_text(name)
-        (snapshot / name).symlink_to(os.path.relpath(blobs / f"sha-of-{name}", snapshot))
+        (source / name).symlink_to(os.path.relpath(blobs / f"sha-of-{name}", source))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        copy_processor(snapshot, exported, known=exported)
-    assert {p.name for p in exported.iterdir()} == (set() if of_another else set(FILES))
-    assert len(told) == (len(FILES) if of_another else 0)
+        copy_processor(source, exported, known=exported)
+    copied = {p.name for p in exported.iterdir()}
+    assert (copied, len(told)) == ((set(FILES), 0) if owner == "models--a--b" else (set(), len(FILES)))
 
 
 def test_an_export_writes_through_no_link(theirs: Path, tmp_path: Path) -> None:
