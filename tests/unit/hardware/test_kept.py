@@ -11,6 +11,7 @@ import torch
 
 from megacompile.hardware.catalog import PROFILES, keep_profile, kept_profile
 from megacompile.runtime.backends import _machine
+from tests.support.damage import resealed
 
 NAME, DEVICE = "NVIDIA H100 80GB HBM3", torch.device("cuda", 0)
 BUILT_IN = PROFILES["h100-sxm"]
@@ -44,6 +45,6 @@ def test_a_profile_of_another_version_is_left_out_and_said(
     card: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = keep_profile(replace(BUILT_IN, machine=replace(BUILT_IN.machine, name=NAME)))
-    path.write_text(path.read_text().replace('"version": ', '"version": 9'))
+    resealed(path, lambda fields: fields.update(version=99))
     assert kept_profile(NAME, 132) is None
     assert "measure the machine again" in capsys.readouterr().err
