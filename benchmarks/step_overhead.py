@@ -1,11 +1,12 @@
 """Step time beside eager PyTorch doing the same work: same operators, same checkpointing, same Adam.
 
-    python -m benchmarks.step_overhead [--tokens 128 1024] [--repeats 7] [--inductor]
+    python -m benchmarks.step_overhead [--tokens 128 1024] [--repeats 7] [--inductor | --bf16]
 
 About 100M parameters, fp32, on this CPU. Programs and eager models run interleaved in one process,
 medians are compared. Eager checkpoints a layer where the plan recomputes it, and updates after the
 backward with the very function that the program uses. ``--inductor`` compares the program with itself,
-its blocks compiled by Inductor.
+its blocks compiled by Inductor, ``--bf16`` with itself in bfloat16. A CPU with bf16 products computes as one
+without where ``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` are set.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from torch import nn
 import megacompile
 from benchmarks.report import interleaved, machine_line
 from megacompile.api.program import Program
+from megacompile.blocks.cpu_products import has_bf16_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.capture.patches import our_operators
 from megacompile.state.adam import adamw_step
 from megacompile.state.optimizer import hypers
+
+_BF16 = {"compute_dtype": torch.bfloat16}
 
 
 def build() -> nn.Module:
@@ -94,11 +98,13 @@ def plain_need(tokens: int) -> int:
     return parameters * 16 + meter.peak - gradients
 
 
-def compiled(budget: int, batch: dict[str, torch.Tensor], **options: Any) -> Program:
+def compiled(
+    budget: int, batch: dict[str, torch.Tensor], compute_dtype: torch.dtype = torch.float32, **options: Any
+) -> Program:
     model = build()
     return megacompile.compile(
         model, f"{budget}B", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        compute_dtype=torch.float32, example_batch=batch, **options,
+        compute_dtype=compute_dtype, example_batch=batch, **options,
     )  # fmt: skip
 
 
@@ -137,10 +143,10 @@ def compare(tokens: int, fraction: float, repeats: int, need: int) -> dict[str, 
             "predicted": predicted}  # fmt: skip
 
 
-def compare_inductor(tokens: int, fraction: float, repeats: int, need: int) -> str:
-    """A row: a program's medians with plain blocks and with Inductor's, interleaved."""
+def compare_programs(tokens: int, fraction: float, repeats: int, need: int, other: dict[str, Any]) -> str:
+    """A row: medians of a program in FP32 and of the one with other options, interleaved."""
     batch, budget = batch_of(tokens), int(need * fraction)
-    programs = [compiled(budget, batch, inductor=by_inductor) for by_inductor in (False, True)]
+    programs = [compiled(budget, batch, **options) for options in ({}, other)]
     plain, fused = map(statistics.median, interleaved(programs, batch, repeats))
     peaks = [program.memory.device_peak_bytes / 1e6 for program in programs]
     for program in programs:
@@ -157,17 +163,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--fractions", type=float, nargs="+", default=[1.1, 0.25])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--inductor", action="store_true", help="blocks by Inductor beside plain ones")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--inductor", action="store_true", help="blocks by Inductor beside plain ones")
+    others.add_argument("--bf16", action="store_true", help="in bfloat16 beside FP32")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{machine_line()}\n")
-    if options.inductor:
-        print("| tokens | budget | plain | by Inductor | ratio | peak, plain / by Inductor |")
+    if options.inductor or options.bf16:
+        name, other = ("by Inductor", {"inductor": True}) if options.inductor else ("bf16", _BF16)
+        if options.bf16:
+            print(f"bf16 products in this CPU: {has_bf16_products()}\n")
+        print(f"| tokens | budget | plain | {name} | ratio | peak, plain / {name} |")
         print("|--:|--:|--:|--:|--:|--:|")
         for tokens in options.tokens:
             need = plain_need(tokens)
             for fraction in options.fractions:
-                print(compare_inductor(tokens, fraction, options.repeats, need), flush=True)
+                print(compare_programs(tokens, fraction, options.repeats, need, other), flush=True)
         return
     print(
         "| tokens | budget | of plain need | layers recomputed | program | eager, same work | ratio "

@@ -145,7 +145,8 @@ class _Timer:
         return values
 
     def _call(self, function: BlockFunction, values: dict[Ref, Any]) -> list[Any]:
-        with StorageMeter(), torch.no_grad():  # as the CPU backend runs it: counting takes time too
+        # as the CPU backend runs it: counting takes time too
+        with function.products(), StorageMeter(), torch.no_grad():
             return self.loaded[function.name]([values[ref] for ref in function.inputs])
 
     def _seconds(self, function: BlockFunction, values: dict[Ref, Any]) -> float:

@@ -218,7 +218,7 @@ class Rollout(DeviceWeights):
         self._running = True
         device = self.device.torch_device
         try:
-            with self.device.whole(), torch.no_grad():
+            with self.device.products(), self.device.whole(), torch.no_grad():
                 args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), (args, kwargs))
                 results = function(*args, **kwargs)
                 del args, kwargs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ from megacompile.blocks.costs import (
     launches,
     moved,
 )
+from megacompile.blocks.cpu_products import float32_products
 from megacompile.blocks.joint_graph import Ref
-from megacompile.blocks.memory_meter import StorageMeter
+from megacompile.blocks.memory_meter import StorageMeter, tensors_of
 from megacompile.graph.captured import is_view, storage_nbytes, view_base
 from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.registry import called
@@ -117,7 +119,8 @@ class BlockFunction:
     ``attention_flops`` what of ``flops`` is attention's forward and its backward, ``grouped`` what is of
     grouped products, with the bytes that these read and write. ``kernels`` counts the calls of our own
     operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it runs over chunks
-    of the sequence. ``asked`` is known where the function is for a GPU.
+    of the sequence, ``narrow`` that it computes in bf16 somewhere. ``asked`` is known where the function is
+    for a GPU.
     """
 
     name: str
@@ -135,6 +138,7 @@ class BlockFunction:
     kernels: Calls = ()
     fused: bool = False
     looped: bool = False
+    narrow: bool = False
     asked: Asked | None = None
 
     def load(self, device: torch.device) -> Boxed:
@@ -142,6 +146,10 @@ class BlockFunction:
         if self.fused:
             return inductor.load(self.source)
         return load_functions(self.source, device)[self.name]
+
+    def products(self) -> AbstractContextManager[object]:
+        """The context in which a CPU calls the function, entered before any meter."""
+        return float32_products() if self.narrow else nullcontext()
 
 
 def block_function(
@@ -189,6 +197,7 @@ def block_function(
         grouped=(sum(f for f, _ in experts), sum(b for _, b in experts)),
         kernels=kernels,
         looped=looped,
+        narrow=any(t.dtype == torch.bfloat16 for n in graph.nodes for t in tensors_of(n.meta.get("val"))),
         asked=requests,
     )
 

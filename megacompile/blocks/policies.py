@@ -79,7 +79,9 @@ def disagreement(
 def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
     """The function on copies of what it is given to keep, which it may write over."""
     donated = ("saved", "grad")
-    return function.load(_CPU)([known[r].clone() if r[0] in donated else known[r] for r in function.inputs])
+    given = [known[r].clone() if r[0] in donated else known[r] for r in function.inputs]
+    with function.products():
+        return function.load(_CPU)(given)
 
 
 def _largest(x: Tensor) -> float:

@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from megacompile.blocks.cpu_products import float32_products
+
 HOST_FLOPS = 2e12  # assumed: what 16 cores of a GPU's host multiply beside its other work
 CPU_FUNCTION = 50e-6  # seconds of a block function on a CPU beside its work
 
@@ -113,7 +115,8 @@ def this_cpu(dtype: torch.dtype) -> Machine:
     cores = torch.get_num_threads()
     size = 1024
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    product = _fastest(lambda: a @ b)
+    with float32_products():
+        product = _fastest(lambda: a @ b)
     source, target = torch.ones(4 << 20), torch.ones(4 << 20)
     elementwise = _fastest(lambda: source * target)
     copy = copy_bandwidth()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megacompile.blocks.cpu_products import float32_products
 from megacompile.capture.sdpa import attention, attention_backward, attention_backward_flops, attention_flops
 from megacompile.hardware.catalog import MachineProfile
 from megacompile.hardware.machine import Machine, adam_bandwidth, copy_bandwidth, this_cpu
@@ -68,7 +70,8 @@ def _products(dtype: torch.dtype, device: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for size in _SIZES:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+        with float32_products() if device == "cpu" else nullcontext():
+            found[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
         if device == "cpu" and 2 * (2 * size) ** 3 / found[size] > 0.3:
             break
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -200,7 +201,7 @@ class Blocks:
         if any(kind == "saved" for kind, _ in call.function.inputs):
             self.values.pop(Saved(call.block.index, micro))
         try:
-            with self._device.counted(), torch.no_grad():
+            with self._products(call), self._device.counted(), torch.no_grad():
                 return call.run(arguments)
         except BudgetExceededError:
             raise
@@ -213,6 +214,9 @@ class Blocks:
             raise ProgramError(
                 f"{call.function.name} of {call.block.name} failed on this batch: {error}"
             ) from error
+
+    def _products(self, call: BoundCall) -> AbstractContextManager[object]:
+        return self._device.products() if call.function.narrow else nullcontext()
 
     def _argument(self, call: BoundCall, ref: Ref, micro: int) -> Any:
         assert self._bound is not None

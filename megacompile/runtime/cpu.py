@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megacompile.blocks.cpu_products import float32_products, withdraw_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import Slot
 from megacompile.distributed.collectives import World
@@ -92,6 +93,7 @@ class CpuDevice(Device):
             yield
         except BaseException:
             self._meter.withdraw()
+            withdraw_products()
             raise
         if self._counts:
             self.peak_bytes = max(self.peak_bytes, self._fixed + self._meter.peak)
@@ -100,6 +102,9 @@ class CpuDevice(Device):
 
     def counted(self) -> AbstractContextManager[object]:
         return self._meter if self._counts else nullcontext()
+
+    def products(self) -> AbstractContextManager[object]:
+        return float32_products()
 
     def slot(self, offset: int, nbytes: int) -> Tensor:
         return self._slab[offset : offset + nbytes]

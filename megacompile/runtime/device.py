@@ -356,6 +356,10 @@ class Device(ABC):
     def counted(self) -> AbstractContextManager[object]:
         """Count what is allocated inside against the budget: it lives on the device."""
 
+    def products(self) -> AbstractContextManager[object]:
+        """Compute products of bf16 tensors inside as the device can; entered before :meth:`counted`."""
+        return nullcontext()
+
     @abstractmethod
     def slot(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the slab, as uint8."""

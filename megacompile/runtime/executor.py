@@ -768,7 +768,7 @@ class StepRun:
             for index in reversed(self._matrices(group)):
                 slot = layout.slots[index]
                 settings = cast("GroupSettings", hypers[slot.parameter.param_group]).values
-                with self._device.counted():
+                with self._device.products(), self._device.counted():
                     factors.insert(0, muon.orthogonalize([strided(updates.pop(), 0, slot)], settings))
 
     def push_update(self, *, group: int, to: Token, after: Sequence[Event] = ()) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.blocks.cpu_products import float32_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
@@ -119,7 +120,8 @@ class Pair:
             (self.eager(**one) / len(batches)).backward()
         if self.options.get("max_grad_norm", 0.5) is not None:
             nn.utils.clip_grad_norm_(self.eager.parameters(), 0.5)
-        self.plain.step()
+        with float32_products():  # as Muon's run in a program, on a CPU without bf16 ones
+            self.plain.step()
         self.schedule.step()
         self.ours.step()
 
@@ -503,7 +505,8 @@ def test_a_list_of_optimizers_trains_bitwise_as_each_of_them_does() -> None:
         reference.loss(batch_for("llama", step)).backward()
         nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
         for each in plain:
-            each.step()
+            with float32_products():
+                each.step()
             each.zero_grad()
         for schedule in schedules:
             schedule.step()

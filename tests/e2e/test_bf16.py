@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import megacompile
+from megacompile.blocks import cpu_products
 from megacompile.capture.batch import read_batch
 from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
@@ -107,4 +109,74 @@ def test_modules_that_keep_fp32_are_honoured(name: str) -> None:
     assert dtypes[norm] == torch.float32
     assert {dtype for name, dtype in dtypes.items() if other in name} == {torch.bfloat16}
     assert torch.isfinite(program.train_step(batch).loss)
+    program.close()
+
+
+class _Rounded(torch.autograd.Function):
+    """A linear layer whose products are float32's, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.addmm(bias.float(), x.float(), weight.float().t()).bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        grad, (x, weight) = grads[0], ctx.saved_tensors
+        wide = grad.float()
+        return (wide @ weight.float()).bfloat16(), (wide.t() @ x.float()).bfloat16(), grad.sum(0)
+
+
+class _Layers(nn.Module):
+    """Linear layers with an activation between; ``linear`` computes one of them."""
+
+    linear: Any = staticmethod(F.linear)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((16, 48), (48, 48), (48, 4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.linear(F.gelu(x), layer.weight, layer.bias)
+        return F.mse_loss(x.float(), y)
+
+
+def test_a_cpu_without_bf16_products_trains_by_float32_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of a model whose every product is rounded once; plans and sources are those of other CPUs."""
+    torch.manual_seed(0)
+    model, batch = _Layers(), {"x": torch.randn(24, 16).bfloat16(), "y": torch.randn(24, 4)}
+    reference, products, plain = copy.deepcopy(model), list[torch.Size](), cpu_products._product
+
+    def product(a: Tensor, *rest: Any) -> Tensor:
+        products.append(a.shape)
+        return plain(a, *rest)
+
+    def program_of(model: nn.Module, *, has: bool) -> megacompile.Program:
+        monkeypatch.setattr(cpu_products, "has_bf16_products", lambda: has)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return megacompile.compile(model, "1GB", optimizer=optimizer, example_batch=batch)
+
+    monkeypatch.setattr(cpu_products, "_product", product)
+    other = program_of(copy.deepcopy(model), has=True)
+    other.train_step(batch)
+    assert not products
+    program = program_of(model, has=False)
+    assert (program.schedule.plan, program.schedule.source) == (other.schedule.plan, other.schedule.source)
+    other.close()
+
+    own = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(4):
+        products.clear()
+        low = copy.deepcopy(reference).bfloat16()
+        low.linear = _Rounded.apply
+        loss = low(**batch)
+        loss.backward()
+        assert float(program.train_step(batch).loss) == float(loss.detach())
+        assert len(products) == 8  # forward, gradients of weights, of all inputs but the first
+        for master, narrow in zip(reference.parameters(), low.parameters(), strict=True):
+            assert narrow.grad is not None
+            master.grad = narrow.grad.float()
+        own.step()
+    assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
     program.close()
