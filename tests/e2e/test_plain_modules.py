@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megacompile
+from tests.support.graphs import graph_of
 from tests.support.reference import EagerTrainer, check_beside_eager
 
 
@@ -167,3 +168,37 @@ def test_a_buffer_that_several_modules_hold(persistent: bool) -> None:
     table = nn.Module()
     table.register_buffer("values", torch.rand(8), persistent=persistent)
     train_beside_eager(Turned(table), [torch.rand(4, 8) for _ in range(3)])
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers both ways, with dropout between them, that begin from a state which is trained."""
+
+    def __init__(self, cell: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.layers = cell(6, 8, 2, bidirectional=True, dropout=0.3, batch_first=True, **options)
+        self.first = nn.Parameter(torch.randn(4, 1, 8) * 0.1)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.first.expand(-1, len(x), -1).contiguous()
+        output, last = self.layers(x, (first, first.tanh()) if isinstance(self.layers, nn.LSTM) else first)
+        states = last if isinstance(last, tuple) else (last,)
+        return self.head(output).square().mean() + torch.stack([s.square().mean() for s in states]).sum()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_an_operator_for_each_direction(cell: type[nn.RNNBase]) -> None:
+    """However many steps there are; a program trains as eager does, in the memory that is planned."""
+    torch.manual_seed(0)
+    model, counts = Recurrent(cell), []
+    for length in (5, 48):
+        graph = graph_of(model, {"x": torch.randn(2, length, 6)}).graph
+        counts.append(len(graph.nodes))
+        assert sum("recurrent_layer" in str(node.target) for node in graph.nodes) == 4
+    assert counts[0] == counts[1]
+    batches = [torch.randn(2, 9, 6) for _ in range(3)]
+    train_beside_eager(copy.deepcopy(model), batches)
+    program = megacompile.compile(model, "1GB", optimizer=torch.optim.AdamW(model.parameters()))
+    program.train_step(batches[0].bfloat16())
+    assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
+    program.close()

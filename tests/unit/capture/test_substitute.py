@@ -30,7 +30,7 @@ CELLS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))
-def test_recurrent_layers_written_out_equal_torch(name: str) -> None:
+def test_recurrent_layers_equal_torchs(name: str) -> None:
     cell, options = CELLS[name]
     torch.manual_seed(0)
     module = cell(6, 8, **{"batch_first": True, **options}).double()

@@ -36,6 +36,17 @@ def case(op: str, *shapes: tuple[int, ...], rest: tuple[object, ...] = ()) -> Ca
     return Case(lambda *x: getattr(ops, op)(*arguments(*x)), shapes, arguments, op)
 
 
+def recurrent(kind: str, gates: int, *, reverse: bool) -> Case:
+    """A layer without cells and projection."""
+
+    def arguments(*inputs: Tensor) -> tuple[object, ...]:
+        given, hidden, *weights = inputs
+        return given, hidden, None, *weights, None, kind, reverse
+
+    shapes = (4, 2, gates * 3), (2, 3), (gates * 3, 3), (gates * 3,)
+    return Case(lambda *x: ops.recurrent_layer(*arguments(*x)), shapes, arguments, "recurrent_layer")
+
+
 def _rope(rotary: int, interleaved: bool) -> tuple[object, ...]:
     cos, sin = torch.randn(2, 1, 1, 3, rotary, generator=torch.Generator().manual_seed(0))
     return cos.double(), sin.double(), interleaved
@@ -63,6 +74,11 @@ OPERATORS = {
     "mamba2_chunk_scan": case(
         "mamba2_chunk_scan", (1, 3, 4, 3), (1, 3, 4), (4,), (1, 3, 2, 2), (1, 3, 2, 2), (4,)
     ),
+    "recurrent_layer lstm": case(
+        "recurrent_layer", (4, 2, 12), (2, 2), (2, 3), (12, 2), (12,), (2, 3), rest=("lstm", True)
+    ),
+    "recurrent_layer gru": recurrent("gru", 3, reverse=False),
+    "recurrent_layer tanh": recurrent("tanh", 1, reverse=True),
     "linear_cross_entropy": case(
         "linear_cross_entropy", (3, 2), (300, 2), (300,), rest=(LABELS, -100, 0.1, 5.0, 1)
     ),

@@ -58,6 +58,7 @@ EXCEPTIONS = {
     "megacompile/capture/repeated_layers.py": "the mark of an equal layer, declared there",
     "megacompile/capture/quantized_weights.py": "the operators of weights in codes, declared there",
     "megacompile/capture/patches.py": "transformers' functions that ours stand for, by their names there",
+    "megacompile/capture/recurrent.py": "torch's recurrent layers, which are made of it",
     "megacompile/graph/sequence_dimension.py": "torch's own operators of these names",
     "megacompile/capture/replacements.py": "transformers' functions, with their arguments",
     "megacompile/cli/gpu_doctor.py": "a switch that an operator shares",
