@@ -436,6 +436,7 @@ class Program:
     def drop_gradients(self) -> None:
         """Forget the gradients that :meth:`forward_backward` has gathered, as ``zero_grad()`` of the model or
         of its optimizers does."""
+        self.world.note_call()
         self._session.synchronize()
         self._session.drop_gradients()
 
@@ -458,7 +459,10 @@ class Program:
         session.refuse_training(session.inconsistent or _CLOSED)
         give_up = weakref.WeakMethod(self._give_up)  # a program that is dropped is not kept by this
         session.values.given_up_by(lambda optimizer: (give_up() or (lambda _: None))(optimizer))
-        session.finish_saving()
+        try:
+            session.finish_saving()
+        finally:
+            self.world.close()
         if lost is not None:
             raise lost
         session.report_skipped()
@@ -747,6 +751,7 @@ class Program:
         self.synchronize()
         if self._session.runtime is not None:
             self._allocated_state("recompile")
+        self.world.note_call()
         self._session.forget_programs()
 
     def _snapshot(self, state: HostState) -> Snapshot:

@@ -475,6 +475,7 @@ class Session:
         form = self.settings.optimizer_state
         assert isinstance(form, Foreign) and self.runtime is not None
         with exclusive(self, f"optimizer.{method}"), self.values.in_call():
+            self.world.note_call()
             settings = form.called(member, method)
             if any(group.written for group in settings):
                 self.synchronize()
@@ -651,6 +652,7 @@ class Session:
     def zero_grad(self) -> None:
         """Forget the gradients that wait, between two calls of the program."""
         with exclusive(self, "zero_grad"), self.values.in_call():
+            self.world.note_call()
             self.synchronize()
             self.drop_gradients()
 

@@ -6,15 +6,17 @@ import atexit
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import astuple, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megacompile import errors
+from megacompile.distributed.calls import (
+    DIGEST_BYTES,
+    Call,
+    Calls,
+    digest,
+    first_unlike,
+    line_of_user,
+    unlike,
+)
 from megacompile.distributed.ranks import TIMEOUT, Ranks
 from megacompile.errors import MegacompileError, ProgramError
 
@@ -118,6 +129,10 @@ def shared_gpu(gpus: Sequence[str]) -> str:
 
 T = TypeVar("T")
 LAST_WORDS = 3.0  # seconds in which the reason for a failure is looked for
+_LOOK = timedelta(seconds=1)  # after which a rank that waits in the store looks who has ended
+_ALIKE = "give all ranks the same calls, such as a loop of as many batches"
+_programs = itertools.count()
+_begun: Counter[int] = Counter()  # exchanges of callers, by the number of the program
 
 
 class LostError(RuntimeError):
@@ -125,16 +140,97 @@ class LostError(RuntimeError):
 
 
 class LastWords:
-    """The words of the ranks of one program, in a store that may be gone with its rank."""
+    """The words of the ranks of one program, in a store that may be gone with its rank; ``calls`` are this
+    rank's."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, rank: int, size: int, calls: Calls) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # one store may be that of all attempts
+        every = distributed_c10d._get_default_store()
+        every = distributed_c10d.PrefixStore(f"megacompile/words of attempt {attempt}", every)
+        self._number = next(_programs)
+        self._process, self._store = every, distributed_c10d.PrefixStore(str(self._number), every)
+        self._rank, self._size, self._calls, self._pid = rank, size, calls, os.getpid()
         self._others = [r for r in range(size) if r != rank]
-        self._store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
+        self._closed = self._waits = False
+        self._store.set(f"process/{rank}", json.dumps([_machine(), self._pid]))
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a fork of the rank's, which speaks for it."""
+        return os.getpid() != self._pid
 
     def leave(self, reason: str) -> None:
         """Say why this rank stops."""
         within(LAST_WORDS, lambda: self._store.set(f"words/{self._rank}", reason[:1000]))
+
+    def close(self) -> None:
+        """Say that this rank closes its program, and for which error, where one is being handled."""
+        said = json.dumps([self._rank, *astuple(self._calls.last), self._stopped(sys.exc_info()[1])])
+        within(LAST_WORDS, lambda: self._store.set("closed", said))
+        self._closed = True
+
+    def drop(self) -> None:
+        """Say that this rank has dropped its program."""
+        why = f"Rank {self._rank} dropped its program after {self._calls.last}: {_ALIKE}."
+        within(LAST_WORDS, lambda: self._store.set("over", why))
+
+    def end(self) -> None:
+        """Say that this rank's script is over, for all its programs."""
+        why = self._stopped(getattr(sys, "last_value", None))  # set where that has ended it
+        why = why or f"Rank {self._rank} ended its script after {self._calls.last}: {_ALIKE}."
+        within(LAST_WORDS, lambda: self._process.set("over", why))
+
+    def _stopped(self, error: BaseException | None) -> str:
+        return "" if error is None else f"Rank {self._rank} stopped: {type(error).__name__}: {error}"[:1000]
+
+    def meet(self, number: int) -> None:
+        """Return when all ranks have come here for the ``number``-th time; raise where one never will."""
+        met, until = f"met/{number}", time.monotonic() + TIMEOUT.total_seconds()
+        if self._store.add(f"came/{number}", 1) == self._size:
+            self._store.set(met, "1")
+
+        def have_met() -> bool:
+            try:
+                self._store.wait([met], _LOOK)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+                return bool(self._store.check([met]))
+            return True
+
+        self.await_callers(have_met)
+
+    def await_callers(self, are_here: Callable[[], bool]) -> None:
+        """Return once all ranks ``are_here``, which waits for a second; raise where one will not come."""
+        _begun[self._number] += 1
+        in_main = threading.current_thread() is threading.main_thread()  # others may wait beside it
+        try:
+            while not are_here():
+                why = within(LAST_WORDS, lambda: self._said() or (self._elsewhere() if in_main else ""))
+                if why and not are_here():
+                    raise LostError(self.cause(why))
+        finally:
+            if self._waits:
+                within(LAST_WORDS, lambda: self._process.set(f"waits/{self._rank}", "null"))
+                self._waits = False
+
+    def _elsewhere(self) -> str:
+        """Say where this rank waits; return that the next one waits in another program, if it does, for an
+        exchange that this one has not come to."""
+        said = json.dumps([self._number, _begun[self._number], *astuple(self._calls.last)])
+        self._process.set(f"waits/{self._rank}", said)
+        self._waits, other = True, (self._rank + 1) % self._size
+        if not self._process.check([f"waits/{other}"]):
+            return ""
+        number, begun, *call = json.loads(self._process.get(f"waits/{other}")) or (self._number, 0)
+        if number == self._number or begun <= _begun[number]:
+            return ""
+        theirs = Call(*call)
+        why = unlike(
+            self._rank, self._calls.last, other, replace(theirs, name=f"{theirs.name} of another program")
+        )
+        self._process.set(f"{number}/cause", why)
+        return why
 
     def cause(self, known: str = "") -> str:
         """Return the rank that is the reason that a collective failed; ``known`` where that is so already."""
@@ -142,6 +238,18 @@ class LastWords:
         found = known or within(LAST_WORDS + 1, self._look) or gone
         within(LAST_WORDS, lambda: self._store.set("cause", found))
         return found
+
+    def _said(self) -> str:
+        """Return why a rank makes no more calls, as it has said itself; "" where none has."""
+        if self._store.check(["cause"]):
+            return str(self._store.get("cause").decode())
+        if self._store.check(["closed"]) and not self._closed:
+            rank, name, where, stopped = json.loads(self._store.get("closed"))
+            return stopped or unlike(self._rank, self._calls.last, rank, Call(name, where))
+        for store in (self._store, self._process):
+            if store.check(["over"]):
+                return str(store.get("over").decode())
+        return ""
 
     def _look(self) -> str:
         self._store.set(f"here/{self._rank}", "1")
@@ -151,8 +259,8 @@ class LastWords:
             for rank in self._others:
                 if self._store.check([f"words/{rank}"]):
                     return f"Rank {rank} stopped: {self._store.get(f'words/{rank}').decode()}"
-            if self._store.check(["cause"]):
-                return str(self._store.get("cause").decode())
+            if why := self._said():
+                return why
             silent = [r for r in self._others if not self._store.check([f"here/{r}"])]
             if not silent:
                 return "The connection between the ranks was lost."
@@ -290,7 +398,7 @@ class Collectives:
     def end(self, *, failed: bool) -> None:
         """Exchange nothing any more, and tell the others."""
         for group in self._groups:
-            dist.destroy_process_group(group)
+            _end_group(group)
 
 
 class _Says(IntEnum):
@@ -346,9 +454,8 @@ class GpuCollectives(Collectives):
         for group in self._groups if failed else ():
             group.abort()  # kernels that wait for others' end
         self._left.wait()
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        dist.destroy_process_group(self._beats)
+        for group in (*self._groups, self._beats):
+            _end_group(group)
 
     # ---- the thread ------------------------------------------------------------------------------
 
@@ -392,6 +499,11 @@ class GpuCollectives(Collectives):
         return f"{who} not answer: a collective has waited for {waited:.0f} s."
 
 
+def _end_group(group: Any) -> None:
+    with suppress(ValueError):  # the script has ended all groups
+        dist.destroy_process_group(group)
+
+
 def _is_done(event: torch.cuda.Event) -> bool:
     try:
         return bool(event.query())  # type: ignore[no-untyped-call]
@@ -426,9 +538,15 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 _OF_ALL = "raised_on_all_ranks"  # an attribute of such errors
 _TO_WRITE = timedelta(days=1)  # how long ranks wait for one that writes its part of a checkpoint
-_BLOCK = 512  # bytes that an exchange sends at once; longer texts take another
-_worlds = itertools.count()
-_connected: weakref.WeakSet[World] = weakref.WeakSet()
+_BLOCK = 2032  # bytes of a text that an exchange sends at once, as a step's is; longer ones take another
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()  # of several ranks
+_failed: list[
+    Any
+] = []  # groups, which gloo frees only once what is under way in them has ended elsewhere too
+
+
+class _UnlikeError(Exception):
+    """The ranks exchange unlike things."""
 
 
 class World:
@@ -445,13 +563,17 @@ class World:
         self._fail: Callable[[BaseException], None] = lambda error: None
         self._losing = threading.RLock()
         self._comm: Collectives | None = None
+        self.calls = Calls(Call("compile", line_of_user()))
+        self._groups: dict[str, Any] = {}
+        self._met = 0
         if self.size > 1:
-            self._calls, self._host = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
-            self._saves = dist.new_group(backend="gloo", timeout=_TO_WRITE)
-            self._first = self._calls  # of the first replica
-            store = distributed_c10d._get_default_store()
-            store = distributed_c10d.PrefixStore(f"megacompile/{next(_worlds)}", store)
-            self._words = LastWords(store, self.rank, self.size)
+            self._words = LastWords(self.rank, self.size, self.calls)
+            _worlds.add(self)
+            weakref.finalize(self, _drop, self._words, self._groups).atexit = False
+            with self.together():
+                self._open_calls()
+                self._groups["host"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+                self._groups["saves"] = dist.new_group(backend="gloo", timeout=_TO_WRITE)
 
     # ---- callers ---------------------------------------------------------------------------------
 
@@ -465,7 +587,7 @@ class World:
             said = b"+" + say()
         except Exception as raised:
             error, said = raised, b"-" + tell(raised).encode()
-        heard = self._gather_bytes(said, self._saves if saving else self._calls)
+        heard = self._gather_bytes(said, "saves") if saving else self._hear_callers(said)
         for rank, text in enumerate(heard):
             if text[:1] == b"-":
                 raise self.agreed(error or told(rank, text[1:].decode()))
@@ -511,36 +633,100 @@ class World:
         """Rank 0's value of a tensor that is alike on all ranks, contiguous."""
         if self.size == 1:
             return value
+        self._begin_call()
         host = value.cpu() if self.rank == 0 else torch.empty_like(value, device="cpu")
         host = host.contiguous()
         if host.numel():
-            self._collective(lambda: dist.broadcast(_bytes(host), 0, group=self._calls))
+            self._collective(lambda: dist.broadcast(_bytes(host), 0, group=self._group("calls")))
         return host.to(value.device)
 
     def gather(self, shard: Tensor) -> Tensor | None:
         """All shards (flat, of one length), one after another; on rank 0, from the ranks of its replica."""
+        self._begin_call()
         if self.ranks.replica or not shard.numel():
             return shard if self.rank == 0 else None
         count = self.ranks.shards
         whole = shard.new_empty(count * shard.numel()) if self.rank == 0 else None
         parts = [_bytes(part) for part in whole.chunk(count)] if whole is not None else None
-        self._collective(lambda: dist.gather(_bytes(shard), parts, 0, group=self._first))
+        self._collective(lambda: dist.gather(_bytes(shard), parts, 0, group=self._group("first")))
         return whole
 
-    def _gather_bytes(self, said: bytes, group: Any) -> list[bytes]:
-        size, block = len(said), _BLOCK
-        head = size.to_bytes(8, "little") + said[: block - 8]
-        heard = self._all_gather(head.ljust(block, b"\0"), block, group)
-        sizes = [int.from_bytes(text[:8], "little") for text in heard]
-        if max(sizes) > block - 8:
-            more = self._all_gather(said, max(sizes), group)
-            heard = [text[:8] + rest for text, rest in zip(heard, more, strict=True)]
-        return [text[8 : 8 + n] for text, n in zip(heard, sizes, strict=True)]
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Within, what this rank exchanges is of a call of the user's of this name."""
+        return self.calls.within(name) if self.size > 1 else nullcontext()
 
-    def _all_gather(self, said: bytes, size: int, group: Any) -> list[bytes]:
+    def note_call(self) -> None:
+        """Have the next exchange refuse ranks that have not made this call, in which nothing is exchanged."""
+        if self.size > 1:
+            self.calls.note()
+
+    def _begin_call(self) -> None:
+        """Tell the other ranks which call this is, where no exchange has."""
+        if self.size > 1 and not (self.calls.told and "calls" in self._groups):
+            self._hear_callers(b"")
+
+    def _hear_callers(self, said: bytes) -> list[bytes]:
+        """Return what the callers on all ranks say; :class:`MegacompileError` on all where their calls are
+        unlike."""
+        if "calls" not in self._groups and not self.ended:  # closed since
+            self._open_calls()
+            self._open_first()
+        made = self.calls.since_exchange()
+        try:
+            return self._gather_bytes(said, "calls", digest(made))
+        except _UnlikeError:
+            texts = self._gather_bytes(json.dumps([*map(astuple, made)]).encode(), "calls")
+            of_ranks = [[Call(*call) for call in json.loads(text)] for text in texts]
+            raise self.agreed(MegacompileError(first_unlike(of_ranks))) from None
+        finally:
+            self.calls.exchanged()
+
+    def _open_calls(self) -> None:
+        """Make the group of callers, once all ranks have come."""
+        self._met += 1
+        try:
+            self._words.meet(self._met)
+        except RuntimeError as error:  # the store may be gone with its rank
+            raise LostError(str(error)) from error
+        self._groups["calls"] = self._groups["first"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def _open_first(self) -> None:
+        """Make the group of the first replica."""
+        if self.ranks.replicas > 1:
+            members = [*range(self.ranks.shards)]
+            self._groups["first"] = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
+
+    def _group(self, name: str) -> Any:
+        if name not in self._groups:
+            raise LostError(self.ended or "The program was closed.")
+        return self._groups[name]
+
+    def _gather_bytes(self, said: bytes, group: str, kind: bytes = b"") -> list[bytes]:
+        """Return what all ranks say; :class:`_UnlikeError` on all where what is said is not of one kind."""
+        size, start = len(said), 8 + DIGEST_BYTES
+        head = size.to_bytes(8, "little") + kind.ljust(DIGEST_BYTES, b"\0") + said[:_BLOCK]
+        heard = self._all_gather(head, start + _BLOCK, group)
+        if len({text[8:start] for text in heard}) > 1:
+            raise _UnlikeError
+        sizes = [int.from_bytes(text[:8], "little") for text in heard]
+        if max(sizes) > _BLOCK:
+            texts = self._all_gather(said, max(sizes), group)
+        else:
+            texts = [text[start:] for text in heard]
+        return [text[:n] for text, n in zip(texts, sizes, strict=True)]
+
+    def _all_gather(self, said: bytes, size: int, group: str) -> list[bytes]:
         mine = torch.frombuffer(bytearray(said.ljust(size, b"\0")), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        self._collective(lambda: dist.all_gather(theirs, mine, group=group))
+
+        def hear() -> None:
+            work: Any = dist.all_gather(theirs, mine, group=self._group(group), async_op=True)
+            if group == "calls":
+                self._words.await_callers(partial(_have_come, work))
+            else:
+                work.wait()
+
+        self._collective(hear)
         return [bytes(t.numpy()) for t in theirs]
 
     # ---- streams ---------------------------------------------------------------------------------
@@ -567,13 +753,11 @@ class World:
             raise self.agreed(MegacompileError(shared))
         self._device = device
         self.ranks = replace(self.ranks, undecided=bool(even) and all(rank["even"] == even for rank in said))
-        if self.ranks.replicas > 1:
-            self._first = dist.new_group([*range(self.ranks.shards)], backend="gloo", timeout=TIMEOUT)
+        self._open_first()
         if gpu:
             self._comm = GpuCollectives(self.ranks, device, self._lose)
         else:
             self._comm = Collectives(self.ranks)
-        _connected.add(self)
         self._comm.begin()
 
     def settle(self, shards: int, why: str) -> None:
@@ -618,7 +802,7 @@ class World:
         mine = torch.tensor(numbers, dtype=torch.float64)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         if numbers:
-            self._collective(lambda: dist.all_gather(theirs, mine, group=self._host))
+            self._collective(lambda: dist.all_gather(theirs, mine, group=self._group("host")))
         return [t.tolist() for t in theirs]
 
     def _collective(self, run: Callable[[], Any]) -> None:
@@ -669,15 +853,62 @@ class World:
         self.ended = reason
         self._fail(LostError(reason))
         self.disconnect(failed=True)
-        for group in {self._host, self._calls, self._saves, self._first}:
-            within(LAST_WORDS, lambda group=group: dist.destroy_process_group(group))  # type: ignore[misc]
+        _failed.extend(self._groups.values())
+        _destroy(self._groups)
+
+    def close(self) -> None:
+        """Undo :meth:`connected`, and let no rank wait for this one but those that close too: because of the
+        error that is being handled, if one is. What all have closed can still exchange something."""
+        self.disconnect()
+        if self._groups:
+            self.calls.note()
+            self._words.close()
+            _destroy(self._groups)
+
+    def end_script(self) -> None:
+        """Let no rank wait for this one, whose script is over."""
+        if self._words.is_forked:
+            return
+        self.disconnect()
+        if not self.ended:
+            self._words.end()
+            _destroy(self._groups)
+
+
+def _have_come(work: Any) -> bool:
+    """Wait for a collective for a second; raise why it failed, where it did."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def _destroy(groups: dict[str, Any]) -> None:
+    """Destroy groups, which wakes who waits in them elsewhere."""
+    for group in {groups.pop(name) for name in list(groups)}:
+        within(LAST_WORDS, partial(_end_group, group))
+
+
+def _drop(words: LastWords, groups: dict[str, Any]) -> None:
+    """Let no rank wait for this one, whose program is gone; in a thread, as whoever dropped it may hold any
+    lock."""
+
+    def leave() -> None:
+        words.drop()
+        _destroy(groups)
+
+    if not words.is_forked:
+        threading.Thread(target=leave).start()
 
 
 @atexit.register
-def _disconnect_all() -> None:
+def _end_script() -> None:
     """Leave no rank to wait for one that is going."""
-    for world in list(_connected):
-        world.disconnect()
+    for world in list(_worlds):
+        world.end_script()
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def exclusive(session: Any, name: str) -> Iterator[None]:
         raise ProgramError(
             f"{name} was called while a step computes loss=: call it before or after the step."
         )
-    with session.lock, plain_torch(), naming_failures(session.settings.device):
+    world, device = session.world, session.settings.device
+    with session.lock, world.call(name), plain_torch(), naming_failures(device):
         yield
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import math
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,15 +16,16 @@ import pytest
 import torch
 
 import megacompile
-from megacompile import MegacompileError, NonFiniteError, Program
+from megacompile import MegacompileError, NonFiniteError, Program, ProgramError
 from tests.support.models import batch_for, build
 from tests.support.ranks import FAULTS, partly_on_devices, raising, run_ranks, told, whole
+from tests.support.scripts import Script
 
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 
 
-def compiled(rank: int = 0, lr: float = 1e-3, **options: Any) -> Program:
-    model = build("plain")
+def compiled(rank: int = 0, lr: float = 1e-3, depth: int = 4, **options: Any) -> Program:
+    model = build("plain", depth=depth)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     given: dict[str, Any] = {"compute_dtype": torch.float32, "device": "cpu", "planner": partly_on_devices}
     given |= options
@@ -116,6 +120,127 @@ def all_of_them(rank: int) -> list[float]:
 def test_what_is_unlike_or_not_there_is_refused_on_all_ranks_by_name() -> None:
     first, second = whole(run_ranks(2, all_of_them))
     assert first == second and all(map(math.isfinite, first))
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+def as_alike(program: Program, batch: Any, folder: Path) -> dict[str, Callable[[], object]]:
+    """Calls of a program that exchange something, by name."""
+    other = build("plain")
+    return {
+        "state_dict": program.state_dict,
+        "load_state_dict": lambda: program.load_state_dict(other.state_dict()),
+        "sync_to": lambda: program.sync_to(other),
+        "save": lambda: program.save(folder / "state"),
+        "load": lambda: program.load(folder / "state"),
+        "export": lambda: program.export(folder / "export"),
+        "evaluate": lambda: program.evaluate(batch),
+        "predict": lambda: program.predict(batch),
+        "prepare": lambda: program.prepare(batch),
+        "forward_backward": lambda: program.forward_backward(batch),
+        "optimizer_step": program.optimizer_step,
+    }
+
+
+def unlike_calls(rank: int, folder: Path) -> list[float]:
+    """Each other call against a step, on either rank; then calls that a rank may make alone; then steps."""
+    program, batch = compiled(), batch_for("plain", rank)
+    program.train_step(batch)
+    calls = as_alike(program, batch, folder)
+    for name, call in calls.items():
+        for other in (0, 1) if name in ("state_dict", "save", "evaluate") else (1,):
+            named = ["train_step", name] if other else [name, "train_step"]
+            words = [f"Rank 0 called {named[0]} (", f"rank 1 {named[1]} (", f"{__file__}:", "the same calls"]
+            with raising(MegacompileError, *words):
+                call() if rank == other else program.train_step(batch)
+    with raising(MegacompileError, "Rank 0 called train_step (", "rank 1 drop_gradients ("):
+        program.drop_gradients() if rank else None
+        program.train_step(batch)
+    losses: list[float] = []
+    for call in (program.synchronize, program.finish_saving, program.vacate, program.drop_gradients):
+        call() if rank or call == program.drop_gradients else None
+        losses += program.train_step(batch).losses
+    return [float(loss) for loss in losses]
+
+
+def leaving(rank: int) -> None:
+    """Rank 1 leaves its program, in each way that does not end the process, and rank 0 steps."""
+    batch = batch_for("plain", rank)
+
+    def ended(program: Program, words: str) -> None:
+        with raising(ProgramError, words, *([f"{__file__}:"] if "stopped" not in words else [])):
+            program.train_step(batch)
+        with raising(ProgramError, "Start all ranks again"):
+            program.train_step(batch)
+
+    program = compiled(depth=1)
+    program.train_step(batch)
+    if rank == 0:
+        ended(program, "Rank 1 dropped its program after train_step (")
+    else:
+        del program
+        gc.collect()
+    program = compiled(depth=1)
+    program.train_step(batch)
+    ended(program, "and rank 1 close (") if rank == 0 else program.close()
+    program = compiled(depth=1)
+    if rank == 0:
+        program.train_step(batch)
+        ended(program, "Rank 1 stopped: ValueError: no such file")
+    else:
+        with raising(ValueError, "no such file"), program:
+            program.train_step(batch)
+            raise ValueError("no such file")
+    with compiled(depth=1) as program:  # all close it
+        program.train_step(batch)
+    assert program.state_dict() or rank
+    first, second = compiled(depth=1), compiled(depth=1)
+    with raising(ProgramError, "Rank ", " called train_step ", " of another program ("):
+        (first, second)[rank].train_step(batch)
+
+
+def all_calls(rank: int, folder: Path) -> list[float]:
+    losses = unlike_calls(rank, folder)
+    leaving(rank)
+    return losses
+
+
+def test_unlike_calls_and_ranks_that_leave_are_named_with_the_script_s_line(tmp_path: Path) -> None:
+    first, second = whole(run_ranks(2, all_calls, tmp_path))
+    assert first == second and all(map(math.isfinite, first))
+
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from tests.e2e.test_ranks_faults import batch_for, compiled
+
+rank, store, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+program, batch = compiled(depth=1), batch_for("plain", rank)
+program.train_step(batch)
+if way == "raises" and rank == 1:
+    raise ValueError("no such file")
+for _ in range(2 - rank):
+    program.train_step(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("ends", "ProgramError: Rank 1 ended its script after train_step (<script>:14): "),
+        ("raises", "ProgramError: Rank 1 stopped: ValueError: no such file"),
+    ],
+)
+def test_a_rank_whose_script_is_over_is_named_by_the_others(way: str, words: str, tmp_path: Path) -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    scripts = [Script(SCRIPT, rank, tmp_path / "store", way, environment=environment) for rank in range(2)]
+    first, second = (script.finish() for script in scripts)
+    assert words in first.stderr
+    assert second.returncode == (way == "raises")
 
 
 # ---- numbers ------------------------------------------------------------------------------------

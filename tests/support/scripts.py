@@ -82,7 +82,8 @@ def _run(
         exec(compile(code, "<script>", "exec"), vars(main))
     except SystemExit as end:
         status = int(end.code or 0)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as whoever prints it last sets this
         traceback.print_exc()
         status = 1
     ctypes.pythonapi.Py_Exit(status)
