@@ -257,21 +257,22 @@ class Frontend:
         """Return whether a forward on a batch with entries of these names has read values of it."""
         return any(key[0] == batch.key[0] for key in self._hosted)
 
-    def with_host_values(self, batch: Batch, *, evaluate: bool) -> Batch:
+    def with_host_values(self, batch: Batch, *, evaluate: bool, seed: int = 0) -> Batch:
         """The batch with what the host computes of it for its program, and with what the forward goes by in
-        its key; the batch itself, where the forward reads no values."""
+        its key; the batch itself, where the forward reads no values. What the host draws at random comes from
+        ``seed``."""
         with TRACING:
             if batch.key in self._fronts:
                 return batch
             known = self._hosted.get(batch.key, [])
             for prologue, number in known:
-                if (values := prologue(batch.leaves)) is not None:
+                if (values := prologue(batch.leaves, seed)) is not None:
                     return _extended(batch, number, values)
             with without_garbage_collection():
                 captured = self._captured(batch, evaluate)
             extended = batch
             if captured.prologue is not None:
-                if (values := captured.prologue(batch.leaves)) is None:
+                if (values := captured.prologue(batch.leaves, seed)) is None:
                     raise CaptureError(
                         "What the forward reads of this batch differs when it is read again: a function of "
                         "the model depends on something else than its arguments."

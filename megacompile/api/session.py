@@ -286,7 +286,11 @@ class Session:
         host computes of it."""
         micro = self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
         frontend = self.compiler.frontend
-        return [frontend.with_host_values(batch, evaluate=batch.evaluates) for batch in micro]
+        seeds = micro_seeds(self.seed, self.calls, len(micro), self.world)
+        return [
+            frontend.with_host_values(batch, evaluate=batch.evaluates, seed=seed)
+            for batch, seed in zip(micro, seeds, strict=True)
+        ]
 
     def check_model(self, *, trains: bool = True) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled, and matters."""

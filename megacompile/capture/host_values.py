@@ -10,6 +10,9 @@ values becomes an input, and its shape a guard. A function of the model's own fi
 nothing but the batch, is one call: it runs as it is for each batch, and only what it returns counts, so that
 all batches for which it returns as many positions share a program. Sizes by which a tensor is split, and
 nothing else, are no guard where the pieces are put together again as they are, but for their sum.
+
+Random numbers of Python and NumPy are drawn by calls of the prologue, from the seed of a forward
+(:mod:`~megacompile.capture.host_draws`). What depends on them is an input of the program, and never a guard.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,6 +37,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megacompile.capture.batch import described
+from megacompile.capture.host_draws import (
+    ARRAYS,
+    DRAWN,
+    DecidesError,
+    Drawn,
+    Stream,
+    as_operand,
+    between_0_and_1,
+    decides,
+    drawn_in,
+    draws,
+)
 from megacompile.capture.patches import Patch, replaced
 from megacompile.capture.refusals import outside_tracing
 from megacompile.errors import CaptureError
@@ -41,10 +57,11 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _SPLITS: set[Any] = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
 _JOINS: set[Any] = {torch.cat, torch.concat, torch.concatenate}
+_COPIES: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor of the prologue, by its number."""
+    """Stands for a tensor of the prologue, or for what is drawn, by its number."""
 
     number: int
 
@@ -52,7 +69,9 @@ class _Place(NamedTuple):
 @dataclass
 class _Call:
     """A call of the prologue: its arguments with places for tensors, the numbers of the tensors among its
-    results, and what the results must be, where the forward went by them."""
+    results, and what the results must be, where the forward went by them. ``draws`` says that it draws random
+    numbers, ``drawn`` that its result depends on such: then all of it is numbered, and its form is expected.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -62,28 +81,31 @@ class _Call:
     expected: tuple[Any, ...] | None = None
     total: int | None = None  # that numbers which are results must have as their sum
     made: bool = False
+    draws: bool = False
+    drawn: bool = False
 
     @property
     def reads(self) -> set[int]:
-        """Return the numbers of the tensors among the arguments."""
+        """Return the numbers of the tensors among the arguments, and of what is drawn."""
         leaves = pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_place)
         return {leaf.number for leaf in leaves if isinstance(leaf, _Place)}
 
-    def run(self, values: dict[int, Tensor]) -> Any:
-        """Make the call for real, and keep its tensors; return them, or whatever it returns."""
+    def run(self, values: dict[int, Any]) -> Any:
+        """Make the call for real, and return what it returns."""
 
         def real(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, _Place) else leaf
 
         args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_place)
-        before = torch.random.get_rng_state()
-        result = self.function(*args, **kwargs)
-        if not torch.equal(before, torch.random.get_rng_state()):
-            raise CaptureError(
-                "The forward draws random numbers on which shapes or branches depend: draw them before the "
-                "step, and put them into the batch."
-            )
-        return result
+        return self.function(*args, **kwargs)
+
+    def description(self, result: Any) -> tuple[Any, ...]:
+        """Describe what a forward may go by in a result."""
+        return _form(result) if self.drawn else _description(result)
+
+    def numbered(self, result: Any) -> list[Any]:
+        """Return the parts of a result that have numbers."""
+        return pytree.tree_leaves(result) if self.drawn else _tensors(result)
 
 
 def _is_place(value: Any) -> bool:
@@ -93,6 +115,13 @@ def _is_place(value: Any) -> bool:
 def _dense(leaf: Any) -> Any:
     """A result as a program can be given it."""
     return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+
+
+def _form(result: Any) -> tuple[Any, ...]:
+    """Describe what a forward may go by in a result that is drawn: shapes and dtypes, and no value."""
+    leaves, spec = pytree.tree_flatten(result)
+    forms = [(x.shape, x.dtype) if isinstance(x, (Tensor, numpy.ndarray)) else type(x) for x in leaves]
+    return (str(spec), *forms)
 
 
 def _description(result: Any) -> tuple[Any, ...]:
@@ -166,12 +195,15 @@ class Prologue:
     calls: tuple[_Call, ...]
     inputs: tuple[int, ...]
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The inputs that a batch gives; None where the forward would go another way for it."""
-        values: dict[int, Tensor] = dict(enumerate(leaves))
-        with torch.no_grad():
+    def __call__(self, leaves: Sequence[Any], seed: int = 0) -> list[Tensor] | None:
+        """The inputs that a batch gives, with random numbers from a seed; None where the forward would go
+        another way for it."""
+        values: dict[int, Any] = dict(enumerate(leaves))
+        drawing = any(call.draws for call in self.calls)
+        with torch.no_grad(), Stream(seed).running() if drawing else contextlib.nullcontext():
             for call in self.calls:
-                versions = [values[n]._version for n in call.reads if n not in call.written]
+                read = [values[n] for n in call.reads if n not in call.written]
+                versions = [x._version for x in read if isinstance(x, Tensor)]
                 try:
                     result = call.run(values)
                 except CaptureError:
@@ -180,19 +212,19 @@ class Prologue:
                     return None
                 if call.expected is not None:
                     result = pytree.tree_map(_dense, result)
-                    if _description(result)[: len(call.expected)] != call.expected:
+                    if call.description(result)[: len(call.expected)] != call.expected:
                         return None
                     if call.total is not None and sum(result) != call.total:
                         return None
-                if versions != [values[n]._version for n in call.reads if n not in call.written]:
+                if versions != [x._version for x in read if isinstance(x, Tensor)]:
                     raise CaptureError(
                         f"{call.function.__name__} of the model changes its arguments for this batch: let it "
                         "return new tensors."
                     )
-                tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-                if len(tensors) != len(call.results):
+                found = call.numbered(result)
+                if len(found) != len(call.results):
                     return None
-                values.update(zip(call.results, tensors, strict=True))
+                values.update(zip(call.results, found, strict=True))
         return [values[number] for number in self.inputs]
 
 
@@ -236,11 +268,13 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _Known:
-    """A traced tensor that comes from the batch alone, its number, and a tensor like it without values."""
+    """A traced tensor that comes from the batch alone, its number, and a tensor like it without values;
+    ``drawn``: from random numbers, too."""
 
     traced: Tensor
     number: int
     twin: Tensor
+    drawn: bool = False
 
 
 @dataclass(eq=False)
@@ -250,15 +284,17 @@ class HostValues(TorchFunctionMode):
     model: nn.Module
     leaves: Sequence[Any]
     _calls: list[_Call] = field(default_factory=list)
-    _values: dict[int, Tensor] = field(default_factory=dict)  # of numbers, as far as they were made
+    _values: dict[int, Any] = field(default_factory=dict)  # of numbers, as far as they were made
     _known: dict[int, _Known] = field(default_factory=dict)  # by the traced tensor's id
     _lost: set[int] = field(default_factory=set)  # storages into which something unknown was written
     _made: list[Tensor] = field(default_factory=list)  # for real, within calls
     _inputs: list[tuple[int, Tensor]] = field(default_factory=list)
     _inside: bool = False
+    _tries: bool = False  # a function, to see whether it draws
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._stream = Stream(0)
         self._twins = FakeTensorMode()
         self._count = len(self.leaves)
         self._leaves: set[int] = set()  # storages of the tensors that stand for them
@@ -274,6 +310,8 @@ class HostValues(TorchFunctionMode):
         patches = [
             Patch(nn.Module, "__call__", self.module, "a call beside the trace is none of its modules'"),
             Patch(FakeTensor, "tolist", self.tolist, "torch reads each element by itself"),
+            Patch(torch, "from_numpy", self.from_numpy, "what is drawn is an input"),
+            *draws(self.draw),
             *(Patch(*of, self.call, "may read values of the batch") for of in own_functions(self.model)),
         ]
         with replaced(patches), self:
@@ -298,7 +336,12 @@ class HostValues(TorchFunctionMode):
         kwargs = {name: _plain(value) for name, value in kwargs.items()}
         if not traced:
             return func(*args, **kwargs)
-        if func in _INDEXED:
+        if drawn := drawn_in((args, kwargs)):
+            if func in _COPIES:
+                return self.compute(torch.tensor, args, {k: v for k, v in kwargs.items() if k != "device"})
+            inputs = {id(x): self.compute(as_operand, (x,), {}) for x in drawn}
+            args, kwargs = pytree.tree_map_only(Drawn, lambda x: inputs[id(x)], (args, kwargs))
+        if func in _INDEXED and not puts_alike(func, args):
             args = (args[0], self._plain_index(args[1], args[0]), *args[2:])
         tensors = _tensors((args, kwargs))
         if not all(map(self._is_known, tensors)):
@@ -319,18 +362,55 @@ class HostValues(TorchFunctionMode):
         return result
 
     def call(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the model's on the host, if it reads values, and of the batch alone."""
+        """Run a function of the model's on the host, if it reads values, and of the batch alone, or draws."""
         tensors = _tensors((args, kwargs))
-        if self._inside or not tensors or not all(map(self._is_known, tensors)):
+        within = self._inside or (self._tries and not tensors)
+        if within or not all(map(self._is_known, tensors)):
             return theirs(*args, **kwargs)
+        tried, result = Stream(0), None
         try:
-            self._dry(theirs, args, kwargs)
+            with self._trying(), tried.running():
+                result = self._dry(theirs, args, kwargs) if tensors else theirs(*args, **kwargs)
         except _NotAloneError:
             return theirs(*args, **kwargs)
-        except Exception:
-            with contextlib.suppress(_NotAloneError):
-                return self._on_host(theirs, args, kwargs, alone=True)
+        except Exception as error:
+            drawn = tried.draws or isinstance(error, DecidesError) or drawn_in((args, kwargs))
+            if not (tensors or drawn):
+                raise
+        else:
+            if not tried.draws:
+                return theirs(*args, **kwargs) if tensors else result
+        with contextlib.suppress(_NotAloneError):
+            return self._on_host(theirs, args, kwargs, alone=True)
         return theirs(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Within the context random numbers are drawn for real."""
+        before, self._tries = self._tries, True
+        try:
+            yield
+        finally:
+            self._tries = before
+
+    def draw(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Draw random numbers of Python or NumPy anew for each batch."""
+        if self._tries or get_proxy_mode() is None:
+            return theirs(*args, **kwargs)
+        result = self._on_host(theirs, args, kwargs, numbers=True)
+        if isinstance(result, Drawn):
+            result.unit = between_0_and_1(theirs, args, kwargs)
+        return result
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute with numbers that are drawn."""
+        if not all(map(self._is_known, _tensors((args, kwargs)))):
+            raise DecidesError
+        return self._on_host(function, args, kwargs, numbers=True)
+
+    def from_numpy(self, theirs: Callable[..., Any], array: Any) -> Any:
+        """Return the tensor of an array."""
+        return self.compute(torch.tensor, (array,), {}) if isinstance(array, Drawn) else theirs(array)
 
     def _split(self, func: Callable[..., Any], sizes: _Sizes, args: Any, kwargs: Any) -> Any:
         """Split a tensor in the trace; the sizes do not matter if its pieces are only put together again."""
@@ -341,6 +421,7 @@ class HostValues(TorchFunctionMode):
 
     def _dry(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Call a function on tensors without values, which fails where it reads any."""
+        args, kwargs = pytree.tree_map_only(Drawn, lambda x: x.real, (args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, self._twin_of, (args, kwargs))
         with self._aside(), self._twins:
             func(*args, **kwargs)
@@ -377,7 +458,10 @@ class HostValues(TorchFunctionMode):
                 calls.append(call)
         if not any(call.expected is not None for call in calls):
             return None
-        return Prologue(tuple(reversed(calls)), tuple(numbers))
+        prologue = Prologue(tuple(reversed(calls)), tuple(numbers))
+        if any(call.draws for call in calls) and prologue(self.leaves, 1) is None:
+            raise CaptureError(decides())
+        return prologue
 
     def same_as(self, other: HostValues) -> bool:
         """Return whether another forward on the same batch needed the same values of it."""
@@ -413,8 +497,13 @@ class HostValues(TorchFunctionMode):
         with outside_tracing(), self._twins:
             return torch.empty_strided(shape, stride, dtype=of.dtype)
 
-    def _replaced(self, tree: Any, by: Callable[[_Known], Any]) -> Any:
-        return pytree.tree_map_only(Tensor, lambda x: by(self._known[id(x)]), tree)
+    def _placed(self, tree: Any) -> Any:
+        tree = pytree.tree_map_only(Drawn, lambda x: _Place(x.number), tree)
+        return pytree.tree_map_only(Tensor, lambda x: _Place(self._known[id(x)].number), tree)
+
+    def _is_drawn(self, tree: Any) -> bool:
+        """Return whether what a call is given depends on random numbers."""
+        return bool(drawn_in(tree)) or any(self._known[id(x)].drawn for x in _tensors(tree))
 
     def _lose(self, written: Sequence[Tensor]) -> None:
         storages = {_storage(known.traced) for known in self._known.values()} if written else set()
@@ -432,7 +521,8 @@ class HostValues(TorchFunctionMode):
         if not self._leaves.isdisjoint(map(_storage, written)):  # which is refused: see refuse_mutations
             self._lose(written)
             return
-        args, kwargs = self._replaced((args, kwargs), lambda known: _Place(known.number))
+        drawn = self._is_drawn((args, kwargs))
+        args, kwargs = self._placed((args, kwargs))
         storages = set(map(_storage, written))
         touched = (
             [k.number for k in self._known.values() if _storage(k.traced) in storages] if written else []
@@ -441,7 +531,7 @@ class HostValues(TorchFunctionMode):
         self._count += len(results)
         call = _Call(func, args, kwargs, numbers, tuple(touched))
         for number, traced in zip(numbers, results, strict=True):
-            self._known[id(traced)] = _Known(traced, number, self._twin(traced))
+            self._known[id(traced)] = _Known(traced, number, self._twin(traced), drawn)
         if written:  # what reads these tensors, as they were before, comes first
             for earlier in self._calls:
                 if not earlier.made and earlier.reads & set(touched):
@@ -460,8 +550,11 @@ class HostValues(TorchFunctionMode):
                 needed |= earlier.reads
                 pending.append(earlier)
         for each in reversed(pending):
-            with outside_tracing():
+            stream = Stream(0)
+            with outside_tracing(), stream.running():
                 result = each.run(self._values)
+            if stream.draws:
+                raise DecidesError
             self._values.update(zip(each.results, _tensors(result), strict=True))
             each.made = True
 
@@ -470,14 +563,19 @@ class HostValues(TorchFunctionMode):
             self._make(next(call for call in self._calls if number in call.results))
         return self._values[number]
 
-    def _on_host(self, func: Callable[..., Any], args: Any, kwargs: Any, *, alone: bool = False) -> Any:
-        """Make a call for real now: its numbers are guards, its tensors inputs of the program."""
-        places, named = self._replaced((args, kwargs), lambda known: _Place(known.number))
-        call = _Call(func, places, named, ())
-        given = [self._real(number) for number in call.reads]
+    def _on_host(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, *, alone: bool = False, numbers: bool = False
+    ) -> Any:
+        """Make a call for real now: its numbers are guards, its tensors inputs of the program. ``alone``: a
+        function of the model's. ``numbers``: one that may give numbers, too, of what is drawn."""
+        places, named = self._placed((args, kwargs))
+        call = _Call(func, places, named, (), drawn=self._is_drawn((args, kwargs)))
+        if call.drawn and not (alone or numbers):
+            raise DecidesError
+        given = [real for number in call.reads if isinstance(real := self._real(number), Tensor)]
         watch, before = _Alone(given, self._made), _identity((args, kwargs))
         try:
-            with self._aside(), watch:
+            with self._aside(), watch, self._stream.running():
                 result = pytree.tree_map(_dense, call.run(self._values))
         except (_NotAloneError, CaptureError):
             raise
@@ -488,18 +586,32 @@ class HostValues(TorchFunctionMode):
         leaves = pytree.tree_leaves(result)
         if alone and before != _identity((args, kwargs)):
             raise _NotAloneError
-        if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        call.draws = self._stream.draws
+        call.drawn = call.drawn or call.draws
+        if call.drawn and not all(isinstance(leaf, DRAWN if numbers else ARRAYS) for leaf in leaves):
+            raise DecidesError if numbers else _NotAloneError
+        if not call.drawn and not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             raise _NotAloneError
-        call.expected, call.made = _description(result), True
-        call.results = tuple(range(self._count, self._count + len(_tensors(result))))
+        call.expected, call.made = call.description(result), True
+        call.results = tuple(range(self._count, self._count + len(call.numbered(result))))
         self._count += len(call.results)
         self._calls.append(call)
+        if call.drawn:
+            standing = [self._standing(*of) for of in zip(call.results, leaves, strict=True)]
+            return pytree.tree_unflatten(standing, pytree.tree_structure(result))
         if isinstance(result, list) and result and all(type(x) is int for x in result):
             return _Sizes(result, call)
         numbers = iter(call.results)
         return pytree.tree_map_only(Tensor, lambda x: self._input(next(numbers), x), result)
 
-    def _input(self, number: int, real: Tensor) -> Tensor:
+    def _standing(self, number: int, real: Any) -> Any:
+        """What stands in the trace for a result that is drawn."""
+        if isinstance(real, Tensor):
+            return self._input(number, real, drawn=True)
+        self._values[number] = real
+        return Drawn(real, number, self.compute)
+
+    def _input(self, number: int, real: Tensor, *, drawn: bool = False) -> Tensor:
         """The traced tensor that stands for a result of the host."""
         if not real.numel():
             traced = torch.zeros(real.shape, dtype=real.dtype)
@@ -517,7 +629,7 @@ class HostValues(TorchFunctionMode):
             track_tensor_tree(traced, proxy, constant=None, tracer=tracer)
             self._inputs.append((number, real))
         self._values[number] = real
-        self._known[id(traced)] = _Known(traced, number, self._twin(real))
+        self._known[id(traced)] = _Known(traced, number, self._twin(real), drawn)
         return traced
 
     # Where a call of the trace needs numbers. An index by a mask is by the places where it holds, of which it
@@ -555,6 +667,19 @@ class HostValues(TorchFunctionMode):
         if index.dtype in (torch.bool, torch.uint8):
             return index if self._is_known(of) else self._on_host(_places, (index,), {})
         return self._on_host(Tensor.item, (index,), {}) if not index.dim() else index
+
+
+def puts_alike(func: Any, args: Any) -> bool:
+    """Return whether a call puts the same into all places where a mask holds, however many there are."""
+    if func is not Tensor.__setitem__ or not isinstance(args[1], Tensor) or args[1].dtype != torch.bool:
+        return False
+    return not isinstance(args[2], Tensor) or is_alike(args[2], args[0].dim() - args[1].dim())
+
+
+def is_alike(value: Tensor, rest: int) -> bool:
+    """Return whether what is put to where a mask holds, ``rest`` dimensions at each place, is the same at
+    all."""
+    return value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
 
 
 def _places(mask: Tensor) -> tuple[Tensor, ...]:

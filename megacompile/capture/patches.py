@@ -272,6 +272,7 @@ _RECURRENCES: dict[str, tuple[Callable[..., Any], str]] = {  # of transformers, 
         "scores of all pairs of a chunk, for all chunks at once",
     ),
 }
+_AUGMENTS = "_mask_input_features"  # SpecAugment of Whisper
 _NO_GRADIENTS = "a graph holds a forward alone"
 _UNROLLED = "fused ones hide their dropout, and are traced step by step"
 _BY_VALUES = "depends on values, which tracing does not know"
@@ -288,7 +289,9 @@ REFUSED: tuple[Patch, ...] = (
     Patch(eager_transforms, "_construct_standard_basis_for", refused(refusals.JACFWD), _NO_GRADIENTS),
     Patch(Tensor, "register_hook", refusals.gradient_hook, _NEVER),
     Patch(random.Random, "seed", refusals.unseeded, _ONCE),
-    Patch(random, "_urandom", refused(refusals.DRAWS), _ONCE),  # NumPy's seeds where none is given, too
+    Patch(
+        random, "_urandom", refused(refusals.DRAWS, UntraceableError), _ONCE
+    ),  # NumPy's seeds where none is given, too
     Patch(FakeTensor, "is_cuda", property(refusals.is_cuda), "a graph has one side of a branch"),
     Patch(saved_tensors_hooks, "__enter__", refusals.no_packing, _NEVER),
     Patch(torch.inference_mode, "__enter__", refusals.no_inference, "a trace does not hold the mode"),
@@ -374,6 +377,9 @@ def _of_transformers(
         if hasattr(file, flash) and forward and "cu_seqlens" in inspect.signature(forward).parameters:
             yield Patch(kind, "forward", replacements.packed_forward, "one call for all images of a row")
             yield Patch(file, flash, replacements.packs, "one call for all images of a row")
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        if kind.__module__.startswith("transformers.") and _AUGMENTS in vars(kind):
+            yield Patch(kind, _AUGMENTS, replacements.augmented_copy, "it writes into the batch")
     for kind in {type(module) for module in model.modules() if depends_on_length(module)}:
         forward = functools.partial(rotary_forward, positions_given)
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.capture.fingerprint import attributes, tensors_of
 from megacompile.capture.sdpa import attention
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, UntraceableError
 from megacompile.graph.captured import module_path, strip
 
 # ------------------------------------------------------------------------------------------------------------
@@ -350,9 +350,9 @@ _CLOSED = (*_GENERATORS, types.ModuleType, type, Tensor)
 _LIBRARIES = {"torch", "numpy", "transformers", *sys.stdlib_module_names}
 _DEEP, _LARGE = 8, 2000  # levels that are looked into, and items of one that may hold a generator
 DRAWS = (
-    "The forward draws random numbers from Python or NumPy, which would be the same in every step: use "
-    "torch.nn.Dropout, or move the random numbers into the batch; speech models of transformers draw for "
-    "SpecAugment, which config.apply_spec_augment=False leaves out."
+    "The forward draws random numbers from Python or NumPy by a generator that it keeps, or by a function "
+    "that a program cannot call in each step: call those of numpy.random or random by the module's name, use "
+    "torch.rand, or put the random numbers into the batch."
 )
 
 
@@ -383,6 +383,7 @@ class Effects:
         ``takes_finite``: where it asks whether numbers are finite, they are."""
         before, tensors, generators = attributes(model), tensors_of(model), _generators(model)
         states = random_states(generators)
+        python, arrays = random.getstate(), numpy.random.get_state()  # noqa: NPY002
         buffers = dict(model.named_buffers())
         self.finite.clear()
         with _Watch(self.finite if takes_finite else None):
@@ -396,7 +397,9 @@ class Effects:
             if buffers.get(name) is not buffer:
                 raise CaptureError(f"The forward assigns the buffer {name}: {_WAY_OUT}")
         if random_states(generators) != states:
-            raise CaptureError(DRAWS)
+            random.setstate(python)
+            numpy.random.set_state(arrays)  # noqa: NPY002
+            raise UntraceableError(DRAWS)
 
 
 def refuse_other_forward(first: fx.Graph, second: fx.Graph, before: str, after: str) -> None:
@@ -446,7 +449,7 @@ def random_states(generators: Sequence[Any] = _GLOBAL) -> bytes:
 def unseeded(theirs: Any, generator: random.Random, a: Any = None, version: int = 2) -> None:
     """``random.Random.seed``, refused without a seed: its numbers are others in each step."""
     if a is None:
-        raise CaptureError(DRAWS)
+        raise UntraceableError(DRAWS)
     theirs(generator, a, version)
 
 

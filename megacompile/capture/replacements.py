@@ -520,3 +520,11 @@ def mamba2_chunk_scan(
     if dt_softplus:
         dt = F.softplus(dt)
     return chunk_scan(hidden_states, torch.clamp(dt, *dt_limit), A, B, C, D)
+
+
+def augmented_copy(
+    theirs: Callable[..., Tensor], model: Any, features: Tensor, *args: Any, **rest: Any
+) -> Tensor:
+    """Whisper's SpecAugment, of a copy: transformers' own writes into the batch, which then stays masked."""
+    augments = model.training and getattr(model.config, "apply_spec_augment", True)
+    return theirs(model, features.clone() if augments else features, *args, **rest)

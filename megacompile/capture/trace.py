@@ -34,7 +34,8 @@ from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
 from megacompile.capture.frozen_parts import run_parts_for_real
-from megacompile.capture.host_values import HostValues
+from megacompile.capture.host_draws import DecidesError, decides
+from megacompile.capture.host_values import HostValues, is_alike
 from megacompile.capture.loss_cut import LossCut
 from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operators, replaced
 from megacompile.capture.refusals import (
@@ -141,6 +142,34 @@ def _refuse_call(node: fx.Node) -> None:
             raise CaptureError(
                 f"{where} calls {target}, which writes in place: replace it by its out-of-place form."
             )
+
+
+def _choose_by_masks(graph: fx.Graph) -> None:
+    """Write what is put alike to all places where a mask holds by ``where``, whose gradient need not know how
+    many there are."""
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        (base, indices, put), mask = node.args[:3], node.args[1][0]
+        if len(indices) > 1 or mask is None or mask.meta["val"].dtype != torch.bool or any(node.args[3:]):
+            continue
+        rest = base.meta["val"].dim() - mask.meta["val"].dim()
+        if not is_alike(put.meta["val"], rest):
+            continue
+        with graph.inserting_before(node):
+            for _ in range(rest):
+                mask = _call_like(graph, node, aten.unsqueeze.default, mask, -1)
+            if put.meta["val"].dim() > rest:
+                put = _call_like(graph, node, aten.squeeze.dim, put, 0)
+            chosen = _call_like(graph, node, aten.where.self, mask, put, base)
+        if _form_of(chosen.meta["val"]) == _form_of(node.meta["val"]):
+            node.replace_all_uses_with(chosen)
+    graph.eliminate_dead_code()
+
+
+def _call_like(graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call in the place of another one."""
+    made = graph.call_function(target, args)
+    made.meta = node.meta | {"val": _value(target, args, {})}
+    return made
 
 
 def _refuse_masked_writes(graph: fx.Graph, parameters: Collection[str]) -> None:
@@ -983,6 +1012,7 @@ def _flatten(
         copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)
+    _choose_by_masks(graph)
     _refuse_masked_writes(graph, parameters)
     if forward.host:
         _rejoin(graph)
@@ -1048,7 +1078,7 @@ _AT_RANDOM = "dropped at random are not supported"
 def _untraceable(error: Exception, model: nn.Module) -> CaptureError:
     """Return the error to raise; to read values of the batch does not help where modules are dropped."""
     text = _explain(error, model)
-    if _AT_RANDOM in text:
+    if _AT_RANDOM in text or isinstance(error, DecidesError):
         return CaptureError(text)
     return UntraceableError(text, module=_module_of(list(traceback.walk_tb(error.__traceback__)), model))
 
@@ -1062,6 +1092,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     hint = "its control flow and shapes must not depend on the values of tensors"
     if any(frame.filename.endswith("flex_attention.py") for frame in summary):
         return f"The forward of {type(model).__name__} calls flex attention{at}, {FLEX}."
+    if isinstance(error, DecidesError):
+        return decides(at)
     if isinstance(error, GuardOnDataDependentSymNode):
         made = _making(error)
         if (origin := _line(made)) not in ("", where):

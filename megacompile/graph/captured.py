@@ -196,8 +196,9 @@ class Rows:
     find: Callable[[Sequence[Tensor]], Tensor] = field(compare=False)
 
 
-Prologue = Callable[[Sequence[Any]], list[Tensor] | None]
-"""(a batch's leaves) -> what the host makes of them for a program; None where the graph may be another."""
+Prologue = Callable[[Sequence[Any], int], list[Tensor] | None]
+"""(a batch's leaves, the seed of its random numbers) -> what the host makes of them for a program; None where
+the graph may be another."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ CASES: dict[str, Case] = {
     "llama in bf16": ("llama", {}),
     "gpt2 with dropout": ("gpt2-dropout", {}),
     "dropout in bf16": ("dropping", {}),
+    "noise of NumPy": ("noisy", HOST),
     "in small pieces": ("plain", HOST),  # of what ranks exchange at once
     "experts": ("mixtral", FP32),
     "tied and frozen": ("gpt2", FP32),
@@ -53,7 +55,7 @@ SIZES: dict[str, dict[str, int]] = {
     "wide": {"width": 72, "depth": 2},  # whose matrices are large enough for codes, and end within a block
 }
 LENGTHS: dict[str, dict[str, int]] = {"mixtral": {"size": 1, "length": 4}}  # experts get no token
-PLAIN = ("dropping", "wide")  # models that read what "plain" reads
+PLAIN = ("dropping", "noisy", "wide")  # models that read what "plain" reads
 
 
 class Dropping(Plain):
@@ -64,13 +66,21 @@ class Dropping(Plain):
         return super().forward(kept.to(self.first.weight.dtype), y.to(self.first.weight.dtype))
 
 
+class Noisy(Plain):
+    """A model without transformers that draws by NumPy."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + torch.from_numpy(numpy.random.randn(*x.shape)).float(), y)  # noqa: NPY002
+
+
 def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
     torch.manual_seed(seed)
     kind = "plain" if name in PLAIN else "llama" if name == "adapted" else name
     if name == "mixtral":
         model = cases()["mixtral, experts without tokens"].build()
     else:
-        model = Dropping() if name == "dropping" else build(kind, seed, **SIZES.get(name, {}))
+        own = {"dropping": Dropping, "noisy": Noisy}
+        model = own[name]() if name in own else build(kind, seed, **SIZES.get(name, {}))
     if name == "adapted":
         for path, parameter in model.named_parameters():
             parameter.requires_grad_("q_proj" in path)
@@ -141,7 +151,7 @@ class Run:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     names = ["plain", "llama", "in small pieces", "in 8 bits", "in 4 bits", "clipped", "never clipped"]
     names += ["state on devices", "some on devices", "clipped on devices", "never clipped on devices"]
-    names += ["frozen in bf16"]
+    names += ["frozen in bf16", "noise of NumPy"]
     return Run(2, names, tmp_path_factory.mktemp("two"))
 
 

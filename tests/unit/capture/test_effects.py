@@ -262,8 +262,7 @@ def writes_into_the_batch(m: Any, x: Tensor) -> Tensor:
         (infers, "inference_mode"),
         (packs, "saved_tensors_hooks"),
         (writes_into_the_batch, "x of the batch"),
-        (lambda m, x: m.a(x) * random.random(), "Python or NumPy"),
-        (lambda m, x: m.a(x) * float(numpy.random.rand()), "Python or NumPy"),  # noqa: NPY002
+        (lambda m, x: m.a(x) * float(random.random()), "draws random numbers"),
         (lambda m, x: m.a(x) * float(numpy.random.default_rng().random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * float(GENERATOR.random()), "Python or NumPy"),
         (lambda m, x: m.a(x) * m.generator.random(), "Python or NumPy"),
