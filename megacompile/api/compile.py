@@ -220,7 +220,8 @@ def compile(
         any other class steps itself over each parameter, on the host. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
-        that compute in bfloat16 are kept in it, if it holds their values exactly.
+        that compute in bfloat16 are kept in it, if it holds their values exactly. A model of which most is
+        bf16 or fp16 computes in FP32 with what it holds in FP32, such as a router, but for PEFT's adapters.
     host_budget: the host memory that all programs may use, given as ``hbm_budget`` is. None: what this
         process may use, less a reserve. More bytes than are free are taken with a warning: the memory of some
         virtual machines grows as it is used.

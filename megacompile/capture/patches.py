@@ -42,8 +42,8 @@ from megacompile.errors import CaptureError, UntraceableError
 #
 # A batch's floats come in float32, whatever the model computes in. Where a product gets them beside a tensor
 # of bfloat16 or float16, they are cast down to it. Where a norm gets them beside weights of such a dtype, the
-# weights are cast up. Without this, each such call is an error of torch's. Operands that agree stay as they
-# are.
+# weights are cast up. A parameter that is kept in float32 is never cast: a product casts up what it gets
+# beside it. Without this, each such call is an error of torch's. Operands that agree stay as they are.
 
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -71,7 +71,7 @@ class MixedDtypes(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _PRODUCTS:
-            args, kwargs = _lowered(args, kwargs)
+            args, kwargs = _in_one_dtype(args, kwargs)
         elif func in _NORMS:
             if func in (F.batch_norm, torch.batch_norm) and _trains(args, kwargs):
                 return _by_its_own_statistics(func, args, kwargs)
@@ -79,21 +79,23 @@ class MixedDtypes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The operands, those of float32 in the lower dtype that stands beside them."""
-    low = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in _LOW}
+def _in_one_dtype(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The operands, those of float32 in the lower dtype that stands beside them; all in float32 where a
+    parameter is."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    low = {x.dtype for x in tensors if x.dtype in _LOW}
     if len(low) != 1:
         return args, kwargs
-    dtype = low.pop()
+    (before, after) = torch.float32, low.pop()
+    # codes are decoded in the dtype that the subclass around them chooses
+    given = [x for x in tensors if x.dtype == before and not is_traceable_wrapper_subclass(x)]
+    if any(isinstance(of, nn.Parameter) for x in given for of in (x, x._base)):
+        before, after = after, before
 
     def cast(x: Tensor) -> Tensor:
-        # a parameter that is kept in float32 is the model's choice, and its product an error of the model's;
-        # codes are decoded in the dtype that the subclass around them chooses
-        kept = isinstance(x, nn.Parameter) or is_traceable_wrapper_subclass(x)
-        return x.to(dtype) if x.dtype == torch.float32 and not kept else x
+        return x.to(after) if x.dtype == before and not is_traceable_wrapper_subclass(x) else x
 
-    lowered: tuple[Any, Any] = pytree.tree_map_only(Tensor, cast, (args, kwargs))
-    return lowered
+    return pytree.tree_map_only(Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _trains(args: Any, kwargs: Any) -> bool:

@@ -104,13 +104,18 @@ def refuse_sparse(exported: torch.export.ExportedProgram) -> None:
 def refuse_mixed_products(graph: fx.Graph) -> None:
     """Refuse a product of two dtypes, which tracing lets pass and running does not.
 
-    What :mod:`~megacompile.capture.patches` leaves: integers, and parameters that are kept in FP32.
+    What :mod:`~megacompile.capture.patches` leaves: integers, float64, and attention.
     """
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
             continue
         values = [a.meta["val"] for a in node.args[:3] if isinstance(a, fx.Node)]
         dtypes = sorted({str(v.dtype) for v in values if isinstance(v, Tensor)})
+        if "torch.float64" in dtypes[1:]:
+            raise CaptureError(
+                f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: a program computes "
+                "in float32 at most, so give the batch's floats in float32, or cast in the forward."
+            )
         if len(dtypes) > 1:
             raise CaptureError(
                 f"{module_path(node) or 'The forward'} multiplies {' by '.join(dtypes)}: cast one to the "

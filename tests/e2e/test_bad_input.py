@@ -108,6 +108,8 @@ def test_wrong_batches() -> None:
         program.train_step([])
     with pytest.raises(megacompile.CaptureError, match=r"first multiplies torch\.float32 by torch\.int64"):
         program.train_step({"x": good["x"].long(), "y": good["y"]})
+    with pytest.raises(megacompile.CaptureError, match="give the batch's floats in float32"):
+        program.train_step({"x": good["x"].double(), "y": good["y"].double()})
     assert math.isfinite(program.train_step(good).loss)
     program.close()
 

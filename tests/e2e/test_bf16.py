@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import megacompile
 from megacompile.blocks import cpu_products
 from megacompile.capture.batch import read_batch
+from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
 from megacompile.state.master_layout import slot_view
@@ -180,3 +181,79 @@ def test_a_cpu_without_bf16_products_trains_by_float32_ones(monkeypatch: pytest.
         own.step()
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
     program.close()
+
+
+class Routed(nn.Module):
+    """Experts in bf16, between a norm and a router that are held in FP32 and cast as models cast for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.router = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)
+        self.experts, self.last = nn.Parameter(torch.randn(4, 16, 16) / 4), nn.Linear(16, 3)
+        self.bfloat16()
+        self.norm.float()
+        self.router.float()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x.to(self.first.weight.dtype))
+        shares = self.router(self.norm(h.float())).softmax(-1)
+        h = torch.einsum("bd,edf,be->bf", h, self.experts, shares.to(h.dtype))
+        return nn.functional.mse_loss(self.last(h).float(), y)
+
+
+class Headed(Routed):
+    """Whose head in FP32 takes what is in bf16, as only autocast lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.float()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x.to(self.first.weight.dtype)) @ self.experts[0]
+        if type(self.last) is nn.Linear and not torch.compiler.is_compiling():
+            h = h.float()
+        return nn.functional.mse_loss(self.last(h), y) + 0 * self.router.weight.sum()
+
+
+@pytest.mark.parametrize("frozen", [(), ("router", "norm"), ("first", "experts", "last")], ids=str)
+@pytest.mark.parametrize("kind", [Routed, Headed])
+def test_what_a_bf16_model_holds_in_fp32_computes_in_it(kind: type[Routed], frozen: tuple[str, ...]) -> None:
+    """One step of plain eager on the model as it is, with masters."""
+    torch.manual_seed(0)
+    model, batch = kind(), {"x": torch.randn(8, 16), "y": torch.randn(8, 3)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    eager = copy.deepcopy(model)
+    loss = eager(**batch)
+    loss.backward()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, device="cpu")
+    assert float(program.train_step(batch).loss) == pytest.approx(float(loss.detach()), rel=1e-3)
+    runtime, values = program._session.runtime, program.state_dict()
+    assert runtime is not None
+    dtypes = {s.parameter.name: g.dtype for g in runtime.state.groups for s in g.slots}
+    for name, parameter in eager.named_parameters():
+        assert dtypes[name] == parameter.dtype, name
+        if parameter.grad is not None:
+            moved, grad = parameter.detach().float() - values[name].float(), parameter.grad.float()
+            assert float((moved - grad).abs().max()) <= TOLERANCE * float(grad.abs().max()), name
+    program.close()
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: dtype for name, (dtype, _) in parameter_forms(model, torch.bfloat16).items()}
+
+
+def test_what_is_mostly_fp32_and_adapters_compute_in_bf16() -> None:
+    """Adapters are FP32 for the sake of their updates, as PEFT makes them."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    model = nn.ModuleDict({"large": nn.Linear(8, 8), "small": nn.Linear(8, 2).bfloat16()})
+    assert {*dtypes_of(model).values()} == {torch.bfloat16}
+    adapted = peft.get_peft_model(build("llama").bfloat16(), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.base_model.model.model.norm.float()
+    adapters = {
+        name for name, p in adapted.named_parameters() if "lora_" in name and p.dtype == torch.float32
+    }
+    assert adapters
+    kept = {name for name, dtype in dtypes_of(adapted).items() if dtype == torch.float32}
+    assert kept == {"base_model.model.model.norm.weight"}
