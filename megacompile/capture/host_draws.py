@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.patches import Patch, replaced
 
-_NUMPYS = numpy.random.mtrand._rand
+_PYTHONS: Any = random._inst
+_NUMPYS: Any = numpy.random.mtrand._rand
 _STATES = ("seed", "getstate", "setstate", "get_state", "set_state")
 _WRITE = ("shuffle",)  # into what they are given
 _FORM = ("dtype", "ndim", "size")
@@ -181,7 +182,7 @@ def between_0_and_1(function: Callable[..., Any], args: Any, kwargs: Any) -> boo
 def draws(by: Callable[..., Any]) -> Iterator[Patch]:
     """The functions of ``random`` and ``numpy.random`` that draw from the process's generators, each to be
     replaced."""
-    for module, generator in ((random, random._inst), (numpy.random, _NUMPYS)):  # type: ignore[attr-defined]
+    for module, generator in ((random, _PYTHONS), (numpy.random, _NUMPYS)):
         for name, function in list(vars(module).items()):
             if getattr(function, "__self__", None) is generator and name not in (*_STATES, *_WRITE):
                 yield Patch(module, name, by, "drawn anew for each batch")

@@ -370,7 +370,10 @@ class HostValues(TorchFunctionMode):
         tried, result = Stream(0), None
         try:
             with self._trying(), tried.running():
-                result = self._dry(theirs, args, kwargs) if tensors else theirs(*args, **kwargs)
+                if tensors:
+                    self._dry(theirs, args, kwargs)
+                else:
+                    result = theirs(*args, **kwargs)
         except _NotAloneError:
             return theirs(*args, **kwargs)
         except Exception as error:
@@ -558,7 +561,7 @@ class HostValues(TorchFunctionMode):
             self._values.update(zip(each.results, _tensors(result), strict=True))
             each.made = True
 
-    def _real(self, number: int) -> Tensor:
+    def _real(self, number: int) -> Any:
         if number not in self._values:
             self._make(next(call for call in self._calls if number in call.results))
         return self._values[number]
@@ -568,12 +571,12 @@ class HostValues(TorchFunctionMode):
     ) -> Any:
         """Make a call for real now: its numbers are guards, its tensors inputs of the program. ``alone``: a
         function of the model's. ``numbers``: one that may give numbers, too, of what is drawn."""
-        places, named = self._placed((args, kwargs))
-        call = _Call(func, places, named, (), drawn=self._is_drawn((args, kwargs)))
+        given_args, given_kwargs = self._placed((args, kwargs))
+        call = _Call(func, given_args, given_kwargs, (), drawn=self._is_drawn((args, kwargs)))
         if call.drawn and not (alone or numbers):
             raise DecidesError
         given = [real for number in call.reads if isinstance(real := self._real(number), Tensor)]
-        watch, before = _Alone(given, self._made), _identity((args, kwargs))
+        watch, before, held = _Alone(given, self._made), _identity((args, kwargs)), self._attributes()
         try:
             with self._aside(), watch, self._stream.running():
                 result = pytree.tree_map(_dense, call.run(self._values))
@@ -588,6 +591,11 @@ class HostValues(TorchFunctionMode):
             raise _NotAloneError
         call.draws = self._stream.draws
         call.drawn = call.drawn or call.draws
+        if call.draws and (changed := [n for n, x in self._attributes().items() if held.get(n) is not x]):
+            raise CaptureError(
+                f"{getattr(func, '__name__', func)} of the model draws random numbers and changes "
+                f"{changed[0]}, which a program would not: let it return what it draws."
+            )
         if call.drawn and not all(isinstance(leaf, DRAWN if numbers else ARRAYS) for leaf in leaves):
             raise DecidesError if numbers else _NotAloneError
         if not call.drawn and not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
@@ -601,8 +609,12 @@ class HostValues(TorchFunctionMode):
             return pytree.tree_unflatten(standing, pytree.tree_structure(result))
         if isinstance(result, list) and result and all(type(x) is int for x in result):
             return _Sizes(result, call)
-        numbers = iter(call.results)
-        return pytree.tree_map_only(Tensor, lambda x: self._input(next(numbers), x), result)
+        places = iter(call.results)
+        return pytree.tree_map_only(Tensor, lambda x: self._input(next(places), x), result)
+
+    def _attributes(self) -> dict[str, Any]:
+        modules = self.model.named_modules()
+        return {f"{path}.{name}".lstrip("."): x for path, m in modules for name, x in vars(m).items()}
 
     def _standing(self, number: int, real: Any) -> Any:
         """What stands in the trace for a result that is drawn."""

@@ -52,6 +52,10 @@ class Draws(nn.Module):
     def some(self) -> Any:
         return numpy.nonzero(numpy.random.rand(ROWS) > 0.5)[0]  # noqa: NPY002
 
+    def keep(self) -> Any:
+        self.last = numpy.random.rand(ROWS, 1)  # noqa: NPY002
+        return self.last
+
     def skips(self) -> bool:
         return random.random() < 0.5
 
@@ -180,6 +184,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "an array of any length": (
         lambda m, x: m.linear(x)[torch.from_numpy(m.some())].sum() + m.linear(x),
         "shapes or branches depend",
+    ),
+    "an array that is kept": (
+        lambda m, x: m.linear(x) * torch.from_numpy(m.keep()),
+        "keep of the model draws random numbers and changes last",
     ),
     "a generator that is kept": (lambda m, x: m.linear(x) * m.kept.random(), "a generator that it keeps"),
 }
