@@ -30,7 +30,7 @@ from megacompile.blocks.costs import flops_of
 from megacompile.blocks.memory_meter import StorageMeter, tensors_of
 from megacompile.capture.fingerprint import Form, copy_around, fake_copy, parameter_forms
 from megacompile.capture.fingerprint import tensors_of as held_tensors
-from megacompile.capture.quantized_weights import forward, is_marked, stored_shape
+from megacompile.capture.quantized_weights import stored_shape
 from megacompile.errors import BudgetError, BudgetExceededError, ProgramError
 from megacompile.hardware.catalog import LAUNCH_SECONDS
 from megacompile.hardware.machine import Machine
@@ -165,9 +165,6 @@ class Rollout(DeviceWeights):
             nothing = torch.empty(0, dtype=self._forms[name][0], device=device)
             parameters[id(parameter)] = self._names[name] = nn.Parameter(nothing, requires_grad=False)
         copied = self.around(model, parameters)
-        for module in copied.modules():
-            if is_marked(module):
-                module.forward = functools.partial(forward, type(module).forward, module)
         copied.__class__ = type(type(model).__name__, (_OnDevice, type(model)), {})
         copied._rollout = self
         return copied.eval()
@@ -542,9 +539,6 @@ def _trial(model: nn.Module, forms: Mapping[str, Form], machine: Machine, comple
     fake, meter = FakeTensorMode(allow_non_fake_inputs=True), StorageMeter()
     with meter:
         copied: Any = fake_copy(model, forms, fake, ()).eval()
-    for module in copied.modules():
-        if is_marked(module):
-            module.forward = functools.partial(forward, type(module).forward, module)
     weights = meter.live
     source = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(source.forward).parameters else {}

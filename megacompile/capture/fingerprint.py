@@ -368,8 +368,8 @@ def copy_around(model: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
             if method is not value:  # which the copy shares, and the model's values with it
                 vars(memo[id(module)])[name] = copy.deepcopy(method, memo)
     for name, module in model.named_modules():
-        own = {key: coding_of(p) for key, p in module._parameters.items() if p is not None}
-        codings = {key: coding for key, coding in own.items() if coding is not None}
+        own = {key: (coding_of(p), p) for key, p in module._parameters.items() if p is not None}
+        codings = {key: (coding, p) for key, (coding, p) in own.items() if coding is not None}
         if codings:
             mark(copied.get_submodule(name), codings)
     return copied

@@ -26,14 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megacompile.capture import (
-    changed_buffers,
-    own_gradients,
-    quantized_weights,
-    recurrent,
-    refusals,
-    replacements,
-)
+from megacompile.capture import changed_buffers, own_gradients, recurrent, refusals, replacements
 from megacompile.capture.refusals import refused
 from megacompile.errors import CaptureError, UntraceableError
 
@@ -387,11 +380,6 @@ def _of_transformers(
         yield Patch(kind, "forward", forward, "frequencies are values of the graph, not writes into a buffer")
 
 
-def _of_coded_weights(model: nn.Module) -> Iterator[Patch]:
-    for kind in {type(module) for module in model.modules() if quantized_weights.is_marked(module)}:
-        yield Patch(kind, "forward", quantized_weights.forward, "its weight is decoded where it is read")
-
-
 @contextlib.contextmanager
 def our_operators(
     model: nn.Module,
@@ -415,7 +403,7 @@ def our_operators(
     with (
         _lock,
         replacements.numbered(rng, padding, of_ones) as sites,
-        replaced((*_OURS, *_of_coded_weights(model), *_of_transformers(model, sites, positions_given))),
+        replaced((*_OURS, *_of_transformers(model, sites, positions_given))),
         MixedDtypes(),
     ):
         yield

@@ -3,21 +3,24 @@ torchao's, as adapters are trained over.
 
 A program keeps such a weight as one tensor of bytes: a frozen parameter of uint8, which is stored and
 streamed as it is. Its decoding is part of the graph, so a block derives the weight on the device where it
-reads it, and again in its backward. bitsandbytes' codes are decoded by an operator each
+reads it, and again in its backward. bitsandbytes' layers decode by an operator each
 (:mod:`~megacompile.kernels.dequantize`). A subclass is put together
-again from the tensors that it holds, and computes by its own code, whose operators are traced. Neither
-library is ever imported: a model that has its weights did.
+again from the tensors that it holds, and computes by its own code, whose operators are traced. Code outside
+of the layer, as of DoRA's adapters, reads the weight that it knows: the codes, with their attributes, as
+views of the bytes. Neither library is ever imported: a model that has its weights did.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +28,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megacompile.errors import CaptureError
 from megacompile.kernels import dequantize
 from megacompile.kernels.registry import OpSpec, declare
 
 _CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
+_STATES = "_megacompile_states"  # and of what else bitsandbytes' layers hold of their weights
+_STORED = "_megacompile_stored"  # the attribute of a weight that was read: the bytes that it is a view of
 _PLANNED = "_megacompile_planned"  # the attribute of a weight that stands for a coded one
 _ALIGNED = 16  # bytes, of each tensor that a subclass holds
 
@@ -52,8 +58,8 @@ class WeightCoding(Protocol):
     def copied(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return another weight of the same form, whose values are set next."""
 
-    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight of these bytes, in a graph."""
+    def read(self, stored: Tensor, parameter: Tensor) -> Any:
+        """Return the weight of these bytes, in a graph, as whoever reads the parameter knows it."""
 
 
 @torch.library.custom_op("megacompile::decode_4bit", mutates_args=())
@@ -89,6 +95,8 @@ declare(OpSpec("decode_8bit", benchmarks=(dequantize.BENCHMARK_8BIT,)))
 @dataclass(frozen=True)
 class BlockCoding:
     """bitsandbytes' 4-bit codes: the weight's shape, and the elements that share a scale."""
+
+    STATE: ClassVar[str] = "quant_state"
 
     shape: tuple[int, ...]
     block: int
@@ -134,9 +142,24 @@ class BlockCoding:
         return fresh
 
     def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight."""
+        """Return the values."""
         weight: Tensor = torch.ops.megacompile.decode_4bit(stored, self.shape, self.block, dtype)
         return weight
+
+    def read(self, stored: Tensor, parameter: Tensor) -> Any:
+        """Return its codes, with a quantisation state of its own."""
+        book, scales, codes = dequantize.parts_4bit(stored, prod(self.shape), self.block)
+        if not _is_of(parameter, "Params4bit"):  # but one that is planned for
+            return codes
+        state = copy.copy(vars(parameter)["quant_state"])
+        vars(state).update(absmax=scales, code=book, state2=None, offset=None, nested=False)
+        codes = codes.view(vars(parameter)["quant_storage"]).view(-1, 1)
+        return _like(codes, parameter, quant_state=state, module=None)
+
+    @staticmethod
+    def state(held: Any, weight: Any) -> Any:
+        """Return what the layer holds of its weight: the quantisation state."""
+        return weight.quant_state
 
 
 _LAYERS = WeakTensorKeyDictionary()
@@ -146,6 +169,8 @@ _LAYERS = WeakTensorKeyDictionary()
 @dataclass(frozen=True)
 class RowCoding:
     """bitsandbytes' 8-bit codes, with a scale for each row: the weight's shape."""
+
+    STATE: ClassVar[str] = "state"
 
     shape: tuple[int, ...]
 
@@ -181,9 +206,21 @@ class RowCoding:
         return fresh
 
     def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight."""
+        """Return the values."""
         weight: Tensor = torch.ops.megacompile.decode_8bit(stored, self.shape, dtype)
         return weight
+
+    def read(self, stored: Tensor, parameter: Tensor) -> Any:
+        """Return its codes, with their scales."""
+        scales, codes = dequantize.parts_8bit(stored, self.shape[0])
+        return _like(codes, parameter, CB=codes.detach(), SCB=scales)
+
+    @staticmethod
+    def state(held: Any, weight: Any) -> Any:
+        """Return what the layer holds of its weight, once it has run."""
+        state = copy.copy(held)
+        state.CB, state.SCB = weight.CB, weight.SCB
+        return state
 
 
 @dataclass(frozen=True)
@@ -241,9 +278,11 @@ class SubclassCoding:
         """Return a weight that holds the same tensors."""
         return nn.Parameter(self._put_together(lambda part: getattr(parameter, part.name)), False)
 
-    def decoded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, stored: Tensor, parameter: Tensor) -> Any:
         """Return the subclass itself, which decodes where it is used."""
-        return self._put_together(lambda part: part.of(stored))
+        whole = self._put_together(lambda part: part.of(stored))
+        vars(whole)["_is_param"] = True
+        return whole
 
     def _put_together(self, held: Callable[[_Part], Tensor]) -> Tensor:
         inner = {part.name: held(part) for part in self.parts}
@@ -412,34 +451,86 @@ def copied_weight(parameter: nn.Parameter, stored: Tensor) -> nn.Parameter:
 # Modules whose weights are stored bytes: those of a traced copy of a model, and of one on the device.
 
 
-def mark(module: nn.Module, codings: dict[str, WeightCoding]) -> None:
-    """Tell a module that its parameters of these names are the bytes of coded ones."""
+_Theirs: Any = object  # the class that one of ours comes before
+
+
+class _Coded(_Theirs):
+    """Comes before the class of a module whose coded weights are bytes among its parameters: its forward
+    decodes, and whoever reads such a weight gets the one that it knows."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the class's own forward, but for bitsandbytes', whose kernels torch cannot trace."""
+        coding = _coding_of_layer(self)
+        return super().forward(*args, **kwargs) if coding is None else _linear(self, coding, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self).get(_CODINGS, ()):  # there are none while it is copied, or a stand-in is made
+            coding, parameter = vars(self)[_CODINGS][name]
+            weight = coding.read(self._parameters[name], parameter)
+            vars(weight)[_STORED] = self._parameters[name]
+            return weight
+        if name in vars(self).get(_STATES, ()):
+            coding = _coding_of_layer(self)
+            assert coding is not None
+            return coding.state(vars(self)[_STATES][name], self.weight)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in vars(self).get(_CODINGS, ()):
+            super().__setattr__(name, value)
+        elif getattr(value, _STORED, None) is not self._parameters[name]:  # PEFT assigns weight.to(device)
+            raise CaptureError(
+                f"The forward assigns the {name} of a {type(self).__name__}, which is kept in codes: compute "
+                "with a tensor of its own."
+            )
+
+
+class _Read(_Theirs):
+    """Comes before the class of a weight that was read: bitsandbytes' own would copy it into memory."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any tensor: itself, if it has that device and dtype."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        here = device in (None, self.device) and dtype in (None, self.dtype)
+        return self if here else Tensor.to(self, *args, **kwargs)
+
+
+def _like(codes: Tensor, parameter: Tensor, **attributes: Any) -> Any:
+    """Make codes a weight of a parameter's class, with its attributes and these."""
+    own, kind = type(codes), type(parameter)
+    codes.__class__ = _class_of(_Read, kind) if issubclass(kind, own) else _class_of(_Read, own, kind)
+    vars(codes).update({**vars(parameter), **attributes, "_is_param": True})
+    return codes
+
+
+@functools.cache
+def _class_of(*bases: type) -> Any:
+    """A class that is named as the last of these, the user's own."""
+    own = {"__module__": bases[-1].__module__, "__qualname__": bases[-1].__qualname__}
+    return types.new_class(bases[-1].__name__, bases, exec_body=lambda names: names.update(own))
+
+
+def mark(module: nn.Module, codings: dict[str, tuple[WeightCoding, Tensor]]) -> None:
+    """Tell a module that its parameters of these names are the bytes of coded ones, given with them."""
     vars(module)[_CODINGS] = codings
+    coding, states = _coding_of_layer(module), dict[str, Any]()
+    if coding is not None and coding.STATE in vars(module):
+        states[coding.STATE] = vars(module).pop(coding.STATE)
+    vars(module)[_STATES] = states
+    kind: Any = type(module)
+    module.__class__ = _class_of(_Coded, kind)
 
 
-def is_marked(module: nn.Module) -> bool:
-    """Return whether :func:`mark` was called on a module."""
-    return _CODINGS in vars(module)
+def _coding_of_layer(module: nn.Module) -> BlockCoding | RowCoding | None:
+    """How the weight of one of bitsandbytes' layers is coded; None for a module that decodes by itself."""
+    coding, _ = vars(module)[_CODINGS].get("weight", (None, None))
+    return coding if isinstance(coding, (BlockCoding, RowCoding)) else None
 
 
-def forward(theirs: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward ``theirs`` of a module's class, by decoding where the module is marked."""
-    codings: dict[str, WeightCoding] = vars(module).get(_CODINGS, {})
-    if isinstance(codings.get("weight"), (BlockCoding, RowCoding)):
-        return _linear(module, codings["weight"], *args, **kwargs)
-    stored = {name: module._parameters[name] for name in codings}
-    try:
-        for name, coding in codings.items():
-            module._parameters[name] = coding.decoded(stored[name], module._parameters[name].dtype)
-        return theirs(module, *args, **kwargs)
-    finally:
-        module._parameters.update(stored)
-
-
-def _linear(module: Any, coding: WeightCoding, x: Tensor) -> Tensor:
+def _linear(module: Any, coding: BlockCoding | RowCoding, x: Tensor) -> Tensor:
     """The forward of bitsandbytes' layers in training, in the dtype that they compute in."""
     given = x.dtype
     if getattr(module, "compute_type_is_set", False) and module.compute_dtype is not None:
         x = x.to(module.compute_dtype)
     bias = None if module.bias is None else module.bias.to(x.dtype)
-    return F.linear(x, coding.decoded(module.weight, x.dtype), bias).to(given)
+    return F.linear(x, coding.decoded(module._parameters["weight"], x.dtype), bias).to(given)

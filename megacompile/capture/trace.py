@@ -777,28 +777,31 @@ class _Forward(nn.Module):
         return tensors
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Where modules are shared, an attribute that is one is export's stand-in, of a class of its own: what
+        # is patched there, the module's other stand-ins have not.
+        model = vars(self)["_modules"]["model"]
         given = kwargs.get("position_ids") is not None
         with (
             replaced(REFUSED),
             forward_runs(),
             fake_kernels_named(),
-            self.effects.noted(self.model, takes_finite=self.leaves is not None),
+            self.effects.noted(model, takes_finite=self.leaves is not None),
             self._watched(args, kwargs),
         ):
             taken, named, rest = (args, kwargs, ())
             if divides(kwargs, self._loss_fn, self._outputs):
                 function = self._outputs or self._loss_fn
-                taken, named, rest = divide(self.model, args, kwargs, function)
+                taken, named, rest = divide(model, args, kwargs, function)
             padding = kwargs.get("attention_mask") if self.leaves_out else None
-            layers = RepeatedLayers(self.model, rng).patches() if self.repeats else ()
+            layers = RepeatedLayers(model, rng).patches() if self.repeats else ()
             of_ones = self.of_ones
             with (
-                our_operators(self.model, rng, positions_given=given, padding=padding, of_ones=of_ones),
+                our_operators(model, rng, positions_given=given, padding=padding, of_ones=of_ones),
                 replaced(layers),
             ):
                 if isinstance(self._outputs, LossCut):
-                    return self._outputs.forward(self.model, taken, named)
-                outputs = self.model(*taken, **named)
+                    return self._outputs.forward(model, taken, named)
+                outputs = model(*taken, **named)
             if (self._outputs or self._loss_fn) not in (None, all_outputs):
                 vars(self)["returned"] = returned(outputs)
             if self._outputs is not None:
@@ -1114,6 +1117,11 @@ def _explain(error: Exception, model: nn.Module) -> str:
         return f"The forward of {type(model).__name__} fails{at}: {type(error).__name__}: {first_line}."
     if re.search(r"dtype int|types: Long", first_line):
         hint = "token ids and labels of classes are whole numbers: give them as .long()"
+    elif "cast NotImplemented" in first_line:
+        hint = (
+            "a tensor subclass, as torchao's weights are, lacks this operation in plain PyTorch, too: give "
+            "its dequantize(), or load the model without quantization_config"
+        )
     elif "should be the same" in first_line or "dtype" in first_line:
         hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
     return f"The forward of {type(model).__name__} cannot be captured{at}: {first_line}; {hint}."
@@ -1133,8 +1141,9 @@ def _line(stack: Iterable[traceback.FrameSummary]) -> str:
 
 def _module_of(stack: Iterable[tuple[FrameType, int]], model: nn.Module) -> str:
     """Return the path of the module below the model, the innermost, in which a stack is."""
-    names = {id(module): name for name, module in model.named_modules() if name}
-    inside = [names.get(id(frame.f_locals.get("self")), "") for frame, _ in stack]
+    names = {id(vars(module)): name for name, module in model.named_modules() if name}  # export's stand-ins'
+    frames = [getattr(frame.f_locals.get("self"), "__dict__", None) for frame, _ in stack]
+    inside = [names.get(id(attributes), "") for attributes in frames]
     return next((name for name in reversed(inside) if name), "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from tests.support.coded_weights import (
     Adapted,
     Linear4bit,
     Linear8bitLt,
+    decoded_blocks,
     decoded_by_hand,
+    decoded_rows,
     frozen_copy,
+    library,
 )
 from tests.support.ranks import run_ranks
 
@@ -55,12 +59,13 @@ class InRows(Tensor):
         if func is F.linear:
             x, weight, bias = args
             return F.linear(x, weight.codes.to(x.dtype)) * weight.scales.to(x.dtype) + bias
+        if func.__name__ in ("to", "mul"):
+            return func(args[0].codes * args[0].scales[:, None], *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is torch.ops.aten.detach.default
-        return cls(args[0].codes, args[0].scales)
+        return cls(args[0].codes, args[0].scales) if func is torch.ops.aten.detach.default else NotImplemented
 
 
 def in_rows(width: int, out: int) -> nn.Module:
@@ -211,6 +216,106 @@ def test_training_is_that_of_the_library(make: Any) -> None:
         assert in_eager(ours) != want
     ours.load_state_dict({n: v for n, v in frozen.state_dict().items() if "bases" not in n}, strict=False)
     assert in_eager(ours) == want
+
+
+def adapted(make: Callable[[int, int], nn.Module] | nn.Module, adapter: str) -> nn.Module:
+    """Frozen layers, those of a model or new ones, with adapters of PEFT's that read their weights."""
+    import peft
+
+    torch.manual_seed(0)
+    model = make if isinstance(make, nn.Module) else Adapted(make)
+    on = {"target_modules": r"bases\.\d"}
+    given: Any = {
+        "DoRA": lambda: peft.LoraConfig(r=2, use_dora=True, init_lora_weights=False, **on),
+        "HiRA": lambda: peft.HiraConfig(r=2, init_weights=False, **on),
+        "VeRA": lambda: peft.VeraConfig(r=2, init_weights=False, **on),
+    }
+    torch.manual_seed(1)
+    whole: nn.Module = peft.get_peft_model(model, given[adapter]())  # type: ignore[arg-type]
+    return whole
+
+
+OUTSIDE = [
+    pytest.param(Linear4bit, "DoRA", id="DoRA over 4 bits"),
+    pytest.param(Linear8bitLt, "DoRA", id="DoRA over 8 bits"),
+    pytest.param(Linear4bit, "VeRA", id="VeRA over 4 bits"),
+    pytest.param(Linear8bitLt, "VeRA", id="VeRA over 8 bits"),
+    pytest.param(in_rows, "VeRA", id="VeRA over a subclass"),
+    pytest.param(in_rows, "DoRA", id="DoRA over a subclass"),
+    pytest.param(in_rows, "HiRA", id="HiRA over a subclass"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
+@pytest.mark.parametrize(("make", "adapter"), OUTSIDE)
+def test_adapters_that_read_weights_train_as_over_decoded_ones(
+    make: Any, adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DoRA and HiRA decode the weight of the layer that they adapt; VeRA's layers share modules."""
+    pytest.importorskip("peft", reason="peft is missing: pip install peft")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library())
+    model = built(make)
+    want = in_eager(adapted(frozen_copy(model, decoded_by_hand), adapter))
+    program = compiled(adapted(model, adapter), torch.float32)
+    assert trained(program) == pytest.approx(want, rel=1e-6)
+    assert program.memory.host_bytes["masters"] < 3 * 4 * WIDTH * WIDTH
+    program.close()
+
+
+class Reading(Adapted):
+    """Has a frozen layer, whose weight its forward reads as a test says."""
+
+    def __init__(self, make: Any, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(make, layers=1)
+        self._does = does
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self._does(self.bases[0], x), y)
+
+
+def looked_at(weight: Any) -> list[Any]:
+    found = [type(weight).__name__, weight.shape, weight.dtype, weight.requires_grad]
+    return [*found, isinstance(weight, nn.Parameter), isinstance(weight, nn.Linear), weight.numel()]
+
+
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
+@pytest.mark.parametrize("make", [Linear4bit, Linear8bitLt, in_rows])
+def test_a_weight_that_is_read_looks_as_it_is(make: Any) -> None:
+    """Its class, form and attributes; those of the layer that holds it, too."""
+    seen: list[Any] = []
+
+    def does(layer: Any, x: Tensor) -> Tensor:
+        weight = layer.weight
+        seen[:] = looked_at(weight)
+        if make is Linear4bit:
+            assert layer.quant_state.absmax.shape == weight.quant_state.absmax.shape
+            x = x + decoded_blocks(weight.data, weight.quant_state).sum(0)
+        elif make is Linear8bitLt:
+            assert layer.state.CB.shape == weight.CB.shape
+            x = x + decoded_rows(weight, layer.state.SCB).sum(0)
+        layer.weight = weight if make is in_rows else weight.to(x.device)  # as PEFT does
+        return x + layer(x)
+
+    torch.manual_seed(0)
+    model = Reading(make, does)
+    program = compiled(model, torch.float32)
+    want = looked_at(model.bases[0].weight)
+    trained(program)
+    assert seen == want
+    program.close()
+
+
+def test_what_cannot_be_done_with_a_read_weight_is_refused() -> None:
+    def assigns(layer: Any, x: Tensor) -> Tensor:
+        layer.weight = nn.Parameter(layer.weight.data + 1, requires_grad=False)
+        return x
+
+    with pytest.raises(
+        megacompile.MegacompileError, match=r"assigns the weight of a Linear4bit, which is kept"
+    ):
+        trained(compiled(Reading(Linear4bit, assigns), torch.float32))
+    with pytest.raises(megacompile.MegacompileError, match=r"a tensor subclass, .* lacks this operation"):
+        trained(compiled(Reading(in_rows, lambda layer, x: x @ layer.weight), torch.float32))
 
 
 KEPT = [

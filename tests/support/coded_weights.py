@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +25,11 @@ BLOCK, WIDTH = 64, 64
 class Params4bit(nn.Parameter):
     """As bitsandbytes keeps weights."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        fresh = type(self)(self.data.clone(), requires_grad=False)
+        vars(fresh).update(copy.deepcopy(vars(self), memo))
+        return fresh
+
 
 class Linear4bit(nn.Linear):
     """A layer of bitsandbytes' names with codes made by hand."""
@@ -37,10 +44,11 @@ class Linear4bit(nn.Linear):
         scales = torch.rand(count // BLOCK) * 0.2
         shape = torch.Size((out, width))
         weight.quant_state = SimpleNamespace(
-            absmax=scales, code=torch.tensor(NF4), blocksize=BLOCK, shape=shape, nested=False
-        )
+            absmax=scales, code=torch.tensor(NF4), blocksize=BLOCK, shape=shape, nested=False,
+            dtype=torch.float32,
+        )  # fmt: skip
         weight.quant_storage = torch.uint8
-        self.weight = weight
+        self.weight, self.quant_state = weight, weight.quant_state
 
 
 class Int8Params(nn.Parameter):
@@ -72,10 +80,29 @@ def decoded_rows(codes: Tensor, scales: Tensor) -> Tensor:
     return codes * (scales * (1 / 127))[:, None]
 
 
+def decoded_blocks(codes: Tensor, state: Any) -> Tensor:
+    halves = torch.stack((codes >> 4, codes & 15), -1)
+    return (
+        (state.code[halves.int()].view(-1, BLOCK) * state.absmax[:, None]).view(state.shape).to(state.dtype)
+    )
+
+
+def library() -> ModuleType:
+    """What PEFT imports of bitsandbytes to read weights, and to tell layers."""
+    made: Any = ModuleType("bitsandbytes")
+    made.__spec__ = ModuleSpec("bitsandbytes", None)
+    made.nn = SimpleNamespace(Linear4bit=Linear4bit, Linear8bitLt=Linear8bitLt)
+    made.functional = SimpleNamespace(dequantize_4bit=decoded_blocks, int8_vectorwise_dequant=decoded_rows)
+    found: ModuleType = made
+    return found
+
+
 def decoded_by_hand(layer: Any) -> Tensor:
     """The weight of a layer's codes, by the definition."""
     if isinstance(layer, Linear8bitLt):
         return decoded_rows(layer.weight.CB, layer.weight.SCB)
+    if not isinstance(layer, Linear4bit):
+        return layer.weight.codes * layer.weight.scales[:, None]
     state, codes = layer.weight.quant_state, layer.weight.flatten().tolist()
     levels = torch.tensor([NF4[half] for byte in codes for half in (byte >> 4, byte & 15)])
     return (levels.view(-1, BLOCK) * state.absmax[:, None]).view(state.shape)

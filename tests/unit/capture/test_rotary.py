@@ -35,6 +35,13 @@ def phi3() -> nn.Module:
     return Phi3ForCausalLM(Phi3Config(**_SMALL, **lengths, rope_parameters=_LONG, eos_token_id=1))
 
 
+def phi3_of_shared_modules() -> nn.Module:
+    """In its trace each access of a module gives an object of another class."""
+    model: Any = phi3()
+    model.model.layers[1].mlp.activation_fn = model.model.layers[0].mlp.activation_fn
+    return model  # type: ignore[no-any-return]
+
+
 def gemma3() -> nn.Module:
     """Frequencies of two kinds of layers, of which one depends on the length."""
     rope = {"full_attention": _LONG, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
@@ -68,7 +75,7 @@ def train_beside_eager(model: nn.Module, batches: list[dict[str, Any]]) -> None:
     program.close()
 
 
-@pytest.mark.parametrize("make", [phi3, gemma3])
+@pytest.mark.parametrize("make", [phi3, phi3_of_shared_modules, gemma3])
 def test_longrope_turns_where_transformers_does(make: Any) -> None:
     """Beyond 18 tokens the long factors count: 17 must not be padded to 24, and 19 may be."""
     torch.manual_seed(0)
