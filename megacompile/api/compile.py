@@ -152,10 +152,18 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     )
     for (_, end, name, trains), (start, _, other, also) in itertools.pairwise(placed):
         if start < end and (trains or also):
+            by_peft = ".lora_" in name and ".lora_" in other
             raise MegacompileError(
-                f"The parameters {name} and {other} share memory but are two parameters: tie them by making "
-                "them one, as in head.weight = embedding.weight, or clone one."
+                f"The parameters {name} and {other} share memory but are two parameters, each with moments "
+                f"of its own: {_UNTIED_ADAPTERS if by_peft else _ONE_OR_TWO}."
             )
+
+
+_ONE_OR_TWO = "tie them by making them one, as in head.weight = embedding.weight, or clone one"
+_UNTIED_ADAPTERS = (
+    "set ensure_weight_tying=False, with which the embedding and the head, both named in target_modules, get "
+    "an adapter each, or keep it and name the embedding in modules_to_save instead"
+)
 
 
 def _is_number(value: Any) -> bool:

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.module_wrappers import plain_names
+from megacompile.capture.module_wrappers import plain_names, unwrapped
 from megacompile.capture.quantized_weights import is_coded
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state import adam
@@ -40,7 +40,8 @@ _PROCESSOR_FILES = (  # of tokenizers too
 @dataclass(frozen=True)
 class Description:
     """The description of a model beside its values: shapes and dtypes by name, tied tensors once, the names
-    to write, its config and generation config, or None, and the folder that it was loaded from, or None."""
+    to write, its config and generation config, or None, the folder that it was loaded from, or None, and
+    further names of tensors that a user tied."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
@@ -49,6 +50,7 @@ class Description:
     config: Any
     generation: Any
     source: Path | None = None
+    further: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -76,7 +78,27 @@ def describe(model: nn.Module) -> Description:
     )
     loaded_from = getattr(config, "name_or_path", None)
     source = Path(loaded_from) if loaded_from and Path(loaded_from).is_dir() else None
-    return Description(type(model).__name__, shapes, dtypes, plain_names(model), config, generation, source)
+    names, kind = plain_names(model), type(model).__name__
+    further = _tied_by_hand(model, names)
+    return Description(kind, shapes, dtypes, names, config, generation, source, further)
+
+
+def _tied_by_hand(model: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the further names, by the first, of parameters that transformers does not tie when it loads the
+    model: it would fill them at random."""
+    declared = getattr(unwrapped(model), "all_tied_weights_keys", None)
+    if declared is None:
+        return {}
+    known, owners = {*declared.keys(), *declared.values()}, dict[int, list[str]]()
+    for prefix, module in model.named_modules():  # once each: a module at two places is loaded at both
+        for name, parameter in module._parameters.items():
+            own = f"{prefix}.{name}" if prefix else name
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(own)
+    return {
+        first: [names[other] for other in others if not known.issuperset((names[first], names[other]))]
+        for first, *others in owners.values()
+    }
 
 
 def export_model(
@@ -115,7 +137,9 @@ def _cast(
 ) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         floating = value.is_floating_point()
-        yield model.names[name], value.to(dtype or model.dtypes[name]) if floating else value
+        written = value.to(dtype or model.dtypes[name]) if floating else value
+        for one in (model.names[name], *model.further.get(name, ())):
+            yield one, written
 
 
 def _remove_weights(folder: Path) -> None:

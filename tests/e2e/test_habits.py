@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,28 @@ def test_adapters_of_peft() -> None:
     program, trainer = pair(make, max_grad_norm=1.0)
     three_equal_steps(program, trainer, "llama")
     program.close()
+
+
+def test_adapters_of_a_tied_embedding() -> None:
+    """PEFT ties them by parameters that are views of others, which is refused; both ways out train."""
+    peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+
+    def make(**given: Any) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, fan_in_fan_out=True, **given)
+        return peft.get_peft_model(build("gpt2"), config).train()
+
+    both = {"target_modules": ["c_attn", "wte", "lm_head"]}
+    whole = {"target_modules": ["c_attn"], "modules_to_save": ["wte"], "ensure_weight_tying": True}
+    advice = (
+        r"set ensure_weight_tying=False, with which .* or keep it and name the embedding in modules_to_save"
+    )
+    with pytest.raises(megacompile.MegacompileError, match=advice):
+        compiled(make(**both, ensure_weight_tying=True))
+    for given in (both, whole):
+        program, trainer = pair(functools.partial(make, **given))
+        three_equal_steps(program, trainer, "gpt2")
+        program.close()
 
 
 def test_train_and_eval_mode_are_different_programs() -> None:

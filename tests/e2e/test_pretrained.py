@@ -78,6 +78,20 @@ def test_saving_as_transformers_does_compiles_nothing_again(tmp_path: Path) -> N
     program.close()
 
 
+def test_a_head_that_a_user_tied_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a config that does not tie it transformers looks for it, and would make it up."""
+    monkeypatch.setattr("megacompile.state.model_export.SHARD_BYTES", 5_000)  # one in which it comes alone
+    model = build("llama")
+    assert not model.config.tie_word_embeddings
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with megacompile.compile(model, "1GB", optimizer=adamw(model.parameters())) as program:
+        program.train_step(batch_for("llama"))
+        program.export(tmp_path / "out", torch.float32)
+        trained = program.state_dict()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(v, trained[n]) for n, v in again.named_parameters())
+
+
 def test_several_shards_come_out_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacompile.state.model_export.SHARD_BYTES", 20_000)
     model = build("llama")
