@@ -264,7 +264,7 @@ class _NamedRows:
         names = [getattr(image, "filename", "") for row in rows for image in _named_images(row)]
         try:
             return self.collate(rows)
-        except ValueError as error:  # of the processor, as where max_length cuts off a part of an image
+        except ValueError as error:  # of the processor, for what it cannot take
             text = f"data: a batch with {', '.join(map(str, names)) or 'no image'} cannot be made: {error}"
             raise MegacompileError(text) from error
 

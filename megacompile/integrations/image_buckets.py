@@ -11,6 +11,7 @@ zeros, and tokens without a label. Loss, gradients and updates are those of the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from transformers import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
@@ -67,13 +69,20 @@ def measure(collator: Collator, dataset: Any, *, workers: int = 0) -> list[Sizes
     Of a collator's ``processor``, as TRL's has one, the part for images sees their sizes alone: files that
     are opened lazily are not decoded.
     """
+    with images_by_size(collator):
+        measured = functools.partial(_measured, collator)
+        return list(DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=measured))
+
+
+@contextlib.contextmanager
+def images_by_size(collator: Any) -> Iterator[None]:
+    """Within, the part for images of a collator's ``processor``, if it has one, sees their sizes alone."""
     processor: Any = getattr(collator, "processor", None)
     theirs = getattr(processor, "image_processor", None)
     if theirs is not None:
         processor.image_processor = _BySize(theirs)
     try:
-        measured = functools.partial(_measured, collator)
-        return list(DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=measured))
+        yield
     finally:
         if theirs is not None:
             processor.image_processor = theirs
@@ -86,11 +95,12 @@ def _measured(collator: Collator, examples: list[Any]) -> Sizes:
 
 class _BySize:
     """An image processor that gives the grids of images, as another one gives them for a blank image of the
-    same size."""
+    same size; of one without grids all that it gives, with one zero for all pixels."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
         self._grids: dict[Any, Tensor] = {}
+        self._blank: dict[Any, dict[str, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while it is unpickled in a worker
@@ -98,8 +108,21 @@ class _BySize:
         return getattr(self._theirs, name)
 
     def __call__(self, images: Any, **options: Any) -> BatchFeature:
+        if "image_grid_thw" not in self._theirs.model_input_names:
+            return BatchFeature(self._without_grids(images, options))
         grids = [self._grid(image, options) for image in make_flat_list_of_images(images)]
         return BatchFeature({"image_grid_thw": torch.stack(grids), "pixel_values": torch.empty(0)})
+
+    def _without_grids(self, images: Any, options: dict[str, Any]) -> dict[str, Any]:
+        leaves, tree = pytree.tree_flatten(images)
+        if not all(isinstance(image, Image) for image in leaves):
+            return dict(self._theirs(images, **options))
+        key = str(tree), *(image.size for image in leaves), repr(options)
+        if key not in self._blank:
+            blank = [np.zeros((*image.size[::-1], 3), np.uint8) for image in leaves]
+            given = dict(self._theirs(pytree.tree_unflatten(blank, tree), **options))
+            self._blank[key] = pytree.tree_map_only(Tensor, _in_one_element, given)
+        return dict(self._blank[key])
 
     def _grid(self, image: Any, options: dict[str, Any]) -> Tensor:
         if not isinstance(image, Image):
@@ -108,6 +131,10 @@ class _BySize:
         if key not in self._grids:
             self._grids[key] = self._grid(np.zeros((*image.size[::-1], 3), np.uint8), options)
         return self._grids[key]
+
+
+def _in_one_element(x: Tensor) -> Tensor:
+    return x.new_zeros(()).expand(x.shape) if x.is_floating_point() else x
 
 
 class BucketCollator:

@@ -447,7 +447,7 @@ class Mixin(Saving, Updates, Evaluation):
         refuse, before the first step, a budget in which one of them does not fit."""
         self.planned_updates = self._epochs()[1]
         first = {"training": functools.partial(program.prepare, micro, **self._preparation())}
-        with _same_draws():
+        with same_draws():
             later = self._later_programs(program, micro)
             if self.args.auto_find_batch_size and self._train_batch_size > 1:
                 try:
@@ -581,7 +581,7 @@ def _in_train_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Draw again, after it, what is drawn on the host inside."""
     numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - of collators
     with torch.random.fork_rng(devices=[]):

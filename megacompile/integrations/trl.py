@@ -25,6 +25,7 @@ from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.padding import IGNORED, bucket_length, pad_batch
 from megacompile.errors import MegacompileError
+from megacompile.integrations.cut_images import refuse_cut_images
 from megacompile.integrations.evaluation import (
     OutsideModel,
     as_long_as_others,
@@ -34,7 +35,7 @@ from megacompile.integrations.evaluation import (
 )
 from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
-from megacompile.integrations.transformers import Mixin, waits_for_update
+from megacompile.integrations.transformers import Mixin, same_draws, waits_for_update
 from megacompile.state.checkpoint import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
@@ -325,6 +326,17 @@ class TokenMixin(Mixin):
     _token_outputs: TokenOutputs
     train_dataset: Any
     eval_dataset: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not getattr(self, "_is_vision_dataset", False):
+            return
+        data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        if isinstance(held_out := data["eval_dataset"], dict):
+            data |= {"eval_dataset": None, **{f"eval_dataset[{n!r}]": rows for n, rows in held_out.items()}}
+        config, workers = unwrapped(self.model).config, self.args.dataloader_num_workers
+        with same_draws():
+            refuse_cut_images(self.data_collator, data, config, workers=workers)
 
     @functools.cached_property
     def _longest(self) -> int | None:

@@ -114,6 +114,40 @@ def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(make: Maker, tmp_pat
         assert torch.equal(value, values[name]), name
 
 
+@pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
+def test_a_row_whose_image_max_length_cuts_is_named_before_training(make: Maker, tmp_path: Path) -> None:
+    """Not in the middle of an epoch; a text that is cut after its images is none of these."""
+
+    def rows(order: Sequence[str]) -> Any:
+        image, text = {"type": "image"}, {"type": "text", "text": "a" * 70}
+        parts = {"first": [image, text], "last": [text, image]}
+        said = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+        chats = [[{"role": "user", "content": parts[where]}, said] for where in order]
+        paths = images.files(tmp_path / "images", len(order))
+        data = datasets.Dataset.from_dict({"messages": chats, "images": [[str(path)] for path in paths]})
+        return data.cast_column("images", datasets.List(datasets.Image()))
+
+    def made(train: Any, held_out: Any) -> Any:
+        model, processor = make()
+        settings = SETTINGS | {"max_length": 40}
+        return ours.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(output_dir=str(tmp_path / "out"), **settings),
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=processor,
+            hbm_budget="20MB",
+        )
+
+    good, bad = rows(["first"] * 3), rows(["first", "last", "last"])
+    made(good, good)
+    says = r"max_length=40 cuts off image tokens of {}\[1\] .*and 1 more: it has \d+ tokens, the last of an"
+    with pytest.raises(MegacompileError, match=says.format("train_dataset")):
+        made(bad, good)
+    with pytest.raises(MegacompileError, match=says.format("eval_dataset")):
+        made(good, bad)
+
+
 SEVERAL = ((60, 40), (112, 56), (56, 56), (56, 112), (80, 40))  # of 4 to 8 image tokens
 
 
@@ -301,7 +335,7 @@ def test_what_is_wrong_with_rows_of_images_is_said(
     assert "text is a llama, which reads text alone" in refused(SHAREGPT[1], "--model_name_or_path=text")
     assert "method: dpo does not take" in refused(SHAREGPT[1], "--method=dpo")
     cut = refused(SHAREGPT[1], "--max_length=8", "--test_split_size=0.5")
-    assert "images/" in cut and "increase `max_length`" in cut
+    assert "_dataset[0] (" in cut and "images/" in cut and "set max_length to 13 or more" in cut
 
 
 @pytest.mark.parametrize(
