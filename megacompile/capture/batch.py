@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,8 @@ from megacompile.graph.sequence_dimension import is_padded_right
 
 
 LossFn = Callable[..., Tensor]
+CALLED = "loss_fn was called with"  # how a note begins on what a loss_fn raised
+_TARGET = re.compile("target|label|true|truth|^(y|t|gt|expected|reference)$")  # names of targets
 
 
 def divides(kwargs: dict[str, Any], loss_fn: LossFn | None, outputs: OutputsFn | None) -> bool:
@@ -67,9 +70,10 @@ def divide(
 def apply_loss(
     loss_fn: LossFn, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rest: tuple[Any, ...]
 ) -> Tensor:
-    """The loss by a function of (outputs, batch), or by a criterion of outputs and ``rest``."""
+    """The loss by a function of (outputs, batch) or of outputs and targets, or by a criterion of outputs and
+    ``rest``."""
     if not _is_criterion(loss_fn):
-        loss = loss_fn(outputs, given_batch(args, kwargs))
+        loss = _call(loss_fn, outputs, given_batch(args, kwargs), _targets(loss_fn, kwargs, rest))
     elif rest:
         loss = loss_fn(outputs, *rest)
     else:
@@ -88,6 +92,51 @@ def _is_criterion(loss_fn: LossFn) -> bool:
     """Return whether a loss is one of outputs and targets: a module, or a function of torch's."""
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return isinstance(function, nn.Module) or getattr(function, "__module__", "") == F.__name__
+
+
+def _call(loss_fn: LossFn, outputs: Any, batch: Any, targets: tuple[Any, ...] | None) -> Any:
+    """Call a function with outputs and batch; where it cannot take that batch, with outputs and ``targets``.
+
+    A note on what it raises says how it was called. What computes a loss of a whole batch keeps getting it,
+    whatever its parameters are named.
+    """
+    try:
+        return loss_fn(outputs, batch)
+    except Exception as error:
+        if targets is None or not isinstance(error, (TypeError, AttributeError, KeyError)):
+            error.add_note(
+                f"{CALLED} the outputs, {_kind(outputs)}, and the batch, {_kind(batch)}: take from the batch "
+                "what it needs, or name its second parameter target to get what the forward does not take"
+            )
+            raise
+    try:
+        return loss_fn(outputs, *targets)
+    except Exception as error:
+        error.add_note(
+            f"{CALLED} the outputs, {_kind(outputs)}, and what the forward does not take of the batch, "
+            f"{' and '.join(map(_kind, targets))}: name its second parameter batch to get the whole batch"
+        )
+        raise
+
+
+def _targets(loss_fn: LossFn, kwargs: dict[str, Any], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a function takes beside the outputs if its signature is that of a criterion: entries of
+    ``kwargs`` by its names for them, else ``rest``. None: it may only be one of (outputs, batch)."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return None
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in taken)
+    if not rest or not needed <= 1 + len(rest) <= len(taken):
+        return None
+    second, names = taken[1], [p.name for p in taken[1 : 1 + len(rest)]]
+    named = _TARGET.search(second.name) or second.annotation in (Tensor, "Tensor", "torch.Tensor")
+    if needed < 3 and not named:
+        return None
+    if kwargs.keys() >= set(names):
+        return tuple(kwargs[name] for name in names)
+    return rest if len(rest) == 1 or not kwargs else None  # several of a dict have no order
 
 
 def find_loss(outputs: Any) -> Tensor:
@@ -118,6 +167,8 @@ def _real(loss: Tensor) -> Tensor:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
     return "none" if value is None else f"a {type(value).__name__}"
 
 

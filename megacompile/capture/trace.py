@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.batch import LossFn, apply_loss, divide, divides, find_loss, given_batch
+from megacompile.capture.batch import CALLED, LossFn, apply_loss, divide, divides, find_loss, given_batch
 from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.counter_rng import replace_draws
 from megacompile.capture.fingerprint import Form, fake_copy
@@ -1092,9 +1092,11 @@ def _explain(error: Exception, model: nn.Module) -> str:
     summary = traceback.StackSummary.extract(iter(stack))
     where = _line(summary)
     at = f" at {where}{_of(_module_of(stack, model))}" if where else ""
+    called = next((note for note in getattr(error, "__notes__", ()) if note.startswith(CALLED)), "")
+    what = "loss_fn" if called else f"The forward of {type(model).__name__}"
     hint = "its control flow and shapes must not depend on the values of tensors"
     if any(frame.filename.endswith("flex_attention.py") for frame in summary):
-        return f"The forward of {type(model).__name__} calls flex attention{at}, {FLEX}."
+        return f"{what} calls flex attention{at}, {FLEX}."
     if isinstance(error, DecidesError):
         return decides(at)
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -1102,7 +1104,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
         if (origin := _line(made)) not in ("", where):
             maker = _of(_module_of(_still_running(stack, made), model))
             return (
-                f"The forward of {type(model).__name__} cannot be captured: {origin}"
+                f"{what} cannot be captured: {origin}"
                 f"{maker} makes a size that depends on the values "
                 f"of tensors, and {where} needs it. Keep all rows there, and hide some by a mask, or select "
                 "them before the batch comes to the program."
@@ -1111,10 +1113,10 @@ def _explain(error: Exception, model: nn.Module) -> str:
             hint = f"layers that are {_AT_RANDOM}: set layerdrop to 0"
         elif "module_dropout" in at:
             hint = f"adapters that are {_AT_RANDOM}: set both their dropouts to 0"
-        return f"The forward of {type(model).__name__} cannot be captured{at}: {hint}."
+        return f"{what} cannot be captured{at}: {hint}."
     first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
     if isinstance(error, (TypeError, AttributeError, LookupError)):  # as it would raise without us
-        return f"The forward of {type(model).__name__} fails{at}: {type(error).__name__}: {first_line}."
+        return f"{what} fails{at}: {type(error).__name__}: {first_line}{called and f'; {called}'}."
     if re.search(r"dtype int|types: Long", first_line):
         hint = "token ids and labels of classes are whole numbers: give them as .long()"
     elif "cast NotImplemented" in first_line:
@@ -1124,7 +1126,9 @@ def _explain(error: Exception, model: nn.Module) -> str:
         )
     elif "should be the same" in first_line or "dtype" in first_line:
         hint = "the batch's floats must have the dtype in which the model computes, compute_dtype="
-    return f"The forward of {type(model).__name__} cannot be captured{at}: {first_line}; {hint}."
+    elif called:
+        hint = called
+    return f"{what} cannot be captured{at}: {first_line}; {hint}."
 
 
 def _line(stack: Iterable[traceback.FrameSummary]) -> str:

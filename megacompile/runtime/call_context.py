@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from megacompile.errors import BudgetError, DeviceLostError, MegacompileError, ProgramError
+from megacompile.errors import BudgetError, CaptureError, DeviceLostError, MegacompileError, ProgramError
 
 # ------------------------------------------------------------------------------------------------------------
 # A GPU that fails, by name: CUDA says so out of whichever call comes next, as an error of any kind.
@@ -78,12 +78,18 @@ R = TypeVar("R")
 
 
 def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let a program's method run while no other does, in any thread, and in none of torch's modes."""
+    """Let a program's method run while no other does, in any thread, and in none of torch's modes.
+
+    A :class:`CaptureError`, whose message names the line of the user's code, shows the caller's frames alone.
+    """
 
     @functools.wraps(method)
     def call(program: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with exclusive(program._session, method.__name__), program._session.values.in_call():
-            return method(program, *args, **kwargs)
+        try:
+            with exclusive(program._session, method.__name__), program._session.values.in_call():
+                return method(program, *args, **kwargs)
+        except CaptureError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     return call
 

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import megacompile
+from megacompile.errors import CaptureError
 from tests.support.reference import EagerTrainer
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 3, 4, 5])
+SOFT = torch.linspace(0, 1, 36).view(6, 6)
 SCALES = [1.0]
 
 
@@ -30,9 +32,30 @@ class Predicts(nn.Module):
         return self.layers(x)
 
 
+class Rebuilds(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+
 class Masked(Predicts):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.layers(x if mask is None else x * mask)
+
+
+def of_target(prediction: Tensor, target: Tensor) -> Tensor:
+    return torch.sum(-target * torch.log_softmax(prediction, -1), -1).mean()
+
+
+def named_as_a_target(prediction: Any, y: Any) -> Tensor:
+    return F.cross_entropy(prediction, y[1])
+
+
+def annotated(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).square().mean()
+
+
+def weighted(out: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    return (F.cross_entropy(out, y, reduction="none") * weights).mean()
 
 
 def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacompile.Program:
@@ -83,6 +106,19 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacom
             (X, torch.ones(6, 6), torch.zeros(6, 6)),
             lambda m: F.triplet_margin_loss(m(X), torch.ones(6, 6), torch.zeros(6, 6)),
         ),
+        (Predicts, of_target, (X, SOFT), lambda m: of_target(m(X), SOFT)),
+        (Predicts, of_target, {"x": X, "y": SOFT}, lambda m: of_target(m(X), SOFT)),
+        (
+            Predicts,
+            functools.partial(weighted, weights=SOFT[0]),
+            (X, Y),
+            lambda m: weighted(m(X), Y, SOFT[0]),
+        ),
+        (Predicts, annotated, (X, SOFT), lambda m: annotated(m(X), SOFT)),
+        (Predicts, weighted, (X, Y, SOFT[0]), lambda m: weighted(m(X), Y, SOFT[0])),
+        (Predicts, weighted, {"weights": SOFT[0], "x": X, "y": Y}, lambda m: weighted(m(X), Y, SOFT[0])),
+        (Predicts, named_as_a_target, (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (Rebuilds, of_target, X, lambda m: of_target(m(X), X)),
     ],
 )
 def test_a_model_that_predicts_trains_as_in_a_plain_loop(
@@ -132,11 +168,41 @@ def test_pairs_of_a_data_loader_train() -> None:
         (Predicts, lambda out, batch: out.detach().mean(), (X, Y), "no gradient for any parameter"),
         (Predicts, lambda out, batch: out.argmax(-1).float().mean(), (X, Y), "no gradient for any parameter"),
         (Predicts, lambda out, batch: out.mean(), {"y": Y}, "missing a required argument: 'x'"),
+        (
+            Predicts,
+            lambda a, b: (a - b).mean(),
+            (X, SOFT),
+            r"^loss_fn fails at test_loss.*TypeError.* the batch, a tuple of 2: .*second parameter target",
+        ),
+        (Predicts, lambda out, batch: F.cross_entropy(out, batch[2]), (X, Y), "IndexError.* a tuple of 2"),
+        (
+            Predicts,
+            lambda out, target: out.sub(target[2]).mean(),
+            (X, SOFT),
+            "IndexError.* the batch, a tuple of 2",
+        ),
+        (Predicts, lambda out, batch: out.mean() + batch["z"].mean(), {"x": X, "y": Y}, "KeyError.* a dict"),
+        (
+            Predicts,
+            of_target,
+            (X, X),
+            r"^loss_fn cannot be captured .* a tensor of shape \(6, 8\): name its second parameter batch",
+        ),
+        (Predicts, of_target, (X, SOFT, Y), "TypeError.* a tuple of 3: take from the batch"),
+        (
+            Predicts,
+            lambda out, up, down: F.mse_loss(out, up) - F.mse_loss(out, down),
+            {"x": X, "y": SOFT, "z": SOFT},
+            "TypeError: .*missing 1 required positional argument: 'down'",
+        ),
     ],
 )
 def test_refused_by_name(model: type[nn.Module], loss_fn: Any, batch: Any, named: str) -> None:
-    with pytest.raises(megacompile.MegacompileError, match=named):
+    with pytest.raises(megacompile.MegacompileError, match=named) as refused:
         compiled(model(), loss_fn).train_step(batch)
+    assert "\n" not in str(refused.value)
+    if isinstance(refused.value, CaptureError):  # no frames of ours but the call's
+        assert len(refused.traceback) == 2
 
 
 def closing_over(scales: list[float]) -> Callable[..., Tensor]:
