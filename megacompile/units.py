@@ -14,7 +14,8 @@ from megacompile.errors import BudgetError
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-_TEXT = re.compile(r"^\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z]+|%)\s*$", re.IGNORECASE)
+_TEXT = re.compile(r"^\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z]+|%)\s*$", re.IGNORECASE)
+_MOST = 1 << 62  # bytes: what plans and files count in
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RESERVE = 0.1  # part of what is free that "auto" and the default host budget leave alone
 
@@ -45,7 +46,7 @@ def _parse(value: float | str, what: str, available: int) -> int:
         raise BudgetError(f"{what}={value!r} is no budget: give a number of GB, or text as '24GiB'.")
     if isinstance(value, str):
         return _parse_text(value, what, available)
-    if math.isnan(value) or math.isinf(value) or value <= 0:
+    if not 0 < value < 1e300:
         raise BudgetError(f"{what}={value!r} is no budget: it must be a positive number of GB.")
     if value >= 1e6:
         raise BudgetError(
@@ -70,13 +71,12 @@ def _parse_text(value: str, what: str, available: int) -> int:
             "'24GiB', '512MB', '90%', 'auto'."
         )
     number = float(match.group(1))
-    if number <= 0 or not math.isfinite(number):
-        raise BudgetError(f"{what}={value!r} is no budget: it must be positive.")
-    if unit == "%":
-        if number > 100:
-            raise BudgetError(f"{what}={value!r} is more than all there is: give at most '100%'.")
-        return int(available * number / 100)
-    return int(number * _UNITS[unit])
+    if unit == "%" and 100 < number < math.inf:
+        raise BudgetError(f"{what}={value!r} is more than all there is: give at most '100%'.")
+    nbytes = available * number / 100 if unit == "%" else number * _UNITS[unit]
+    if not 1 <= nbytes < _MOST:
+        raise BudgetError(f"{what}={value!r} is no budget: it must be positive, and a number of bytes.")
+    return int(nbytes)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -26,15 +26,27 @@ Function = Callable[..., Any]  # of what the forward returned and the batch: the
 IGNORED = -100  # the label of what no loss counts
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKENS = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
+_SCALED = 1 << 20  # times that no rotary embedding is stretched
 _LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes"}
 
 
 def reach(model: nn.Module) -> int | None:
-    """Return the number of positions that the model has embeddings for, or says that it is for."""
+    """Return the number of positions that the model has embeddings for, or says that it is for; where rotary
+    embeddings are scaled, those that this reaches."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    names = ("max_position_embeddings", "max_seq_len")  # GPT-2's n_positions is the first of these, too
+    given = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
+    if not given:
+        return None
+    rotary = getattr(text, "rope_parameters", None) or {}
+    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+    scaled = [
+        int(factor * kind.get("original_max_position_embeddings", given[0]))
+        for kind in kinds
+        if isinstance(factor := kind.get("factor"), (int, float)) and 1 < factor < _SCALED
+    ]
+    return max([given[0], *scaled])
 
 
 def own_entries(model: nn.Module, kwargs: dict[str, Any], function: Function | None) -> set[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from megacompile.capture.padding import reach
 from megacompile.cli.estimator import Answer, Prediction, Question, Study, least_host, map_calls
 from megacompile.cli.models import Model
 from megacompile.hardware.catalog import PROFILES, MachineProfile
@@ -199,8 +200,7 @@ def enlarged(work: Workload, factor: float) -> Workload:
 
 def _lengths(model: Model, question: Question) -> tuple[int | None, int]:
     """The longest sequence that the model knows, if it says so, and the step in which lengths are tried."""
-    limit = getattr(model.text_config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None, 1024 if question.seq >= 1024 else 64
+    return reach(model.module), 1024 if question.seq >= 1024 else 64
 
 
 def largest(study: Study, question: Question) -> Largest:
@@ -351,20 +351,26 @@ def _for_device(study: Study, answer: Answer) -> Iterator[tuple[WayOut, Question
         note = "about the same tokens per step, weights travel more often"
         smaller = way(f"--batch {batch} --micro-batches {count}", nbytes, note)
         yield smaller, replace(q, batch=batch, micro_batches=count)
-    unit = 1024 if q.seq >= 2048 else 64
-    if q.seq >= 2 * unit:
-        seq, nbytes = _just_fitting(study, answer, q.seq // unit, lambda n: replace(q, seq=n * unit))
+    longest = answer.too_long() or q.seq
+    unit = 1024 if longest >= 2048 else 64
+    if longest >= 2 * unit:
+        most = longest // unit
+        seq, nbytes = _just_fitting(study, answer, q.seq // unit, lambda n: replace(q, seq=n * unit), most)
         yield way(f"--seq {seq * unit}", nbytes, "shorter context"), replace(q, seq=seq * unit)
     if q.dtype == "fp32":  # another capture: the question must be asked anew
         yield way("--dtype bf16", need // 2, "about half; FP32 masters stay"), None
 
 
-def _just_fitting(study: Study, answer: Answer, high: int, ask: Callable[[int], Question]) -> tuple[int, int]:
-    """The number in [1, high) that should just fit, bytes being linear in it, and its true bytes."""
+def _just_fitting(
+    study: Study, answer: Answer, high: int, ask: Callable[[int], Question], most: int | None = None
+) -> tuple[int, int]:
+    """The number in [1, high), ``most`` at most, that should just fit, bytes being linear in it, and its true
+    bytes."""
     q, high_bytes = answer.question, answer.least.device_bytes
     low_bytes = least_alike(enlarged(answer.work, 1 / high), q.mode(True))
     if low_bytes <= q.hbm_budget and high_bytes > low_bytes:
         n = 1 + (q.hbm_budget - low_bytes) * (high - 1) // (high_bytes - low_bytes)
+        n = min(n, n if most is None else most)
         for candidate in (n, n - 1):
             if 1 < candidate < high:
                 nbytes = study.least(ask(candidate))[0].device_bytes
@@ -384,8 +390,10 @@ def _for_host(answer: Answer, clip: bool, fits: Sequence[Fit]) -> Iterator[WayOu
         return WayOut(change, least - nbytes, _has_room(nbytes, q), note, speed)
 
     speed = here.tokens_per_second if here else None
-    more = f"--host-budget {size_text(host.total)}"
-    yield WayOut(more, host.total - q.host_budget, True, "a machine with more memory", speed)
+    more, note = f"--host-budget {size_text(host.total)}", "more memory, as much as the plan below takes"
+    if here is not None and least < host.total:
+        note += f"; from {size_text(least)} on a slower one fits"
+    yield WayOut(more, host.total - q.host_budget, True, note, speed)
     if clip and q.micro_batches == 1:
         yield way("--no-clip", q, False, "gradients are not kept")
     if here is not None:

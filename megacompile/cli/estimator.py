@@ -19,6 +19,7 @@ from megacompile.api.pipeline import Compiled
 from megacompile.bench.kernel_bench import OPERATIONS, inputs_of, operation_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.capture.batch import read_batch
+from megacompile.capture.padding import reach
 from megacompile.cli.models import Model, optimizer_of
 from megacompile.cli.repeat_layers import Repeated
 from megacompile.errors import BudgetError, MegacompileError
@@ -388,7 +389,13 @@ class Answer:
         return budget is None or self.host(clip).total <= budget
 
     def fits(self, clip: bool) -> bool:
+        """Return whether the machine has room; of the model's own length says :meth:`too_long`."""
         return self.fits_device() and self.fits_host(clip)
+
+    def too_long(self) -> int | None:
+        """Return the positions that the model is for, if the question's sequences have more."""
+        limit = reach(self.model.module)
+        return limit if limit is not None and self.question.seq > limit else None
 
 
 def least_host(compiled: Compiled, question: Question, mode: Mode) -> HostBytes:

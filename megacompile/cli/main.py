@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import json
+import math
 import re
 import sys
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megacompile.errors import MegacompileError
+from megacompile.text_files import path_of
 
 OPTIMIZERS = ("adamw", "muon", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
               "rmsprop", "rprop")  # fmt: skip
@@ -175,23 +177,32 @@ class _Parser(argparse.ArgumentParser):
             raise MegacompileError(f"{text!r} is not understood{hint}")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0.")
-    return int(text)
+def _up_to(most: int) -> Callable[[str], int]:
+    """A reader of whole numbers from 1 to ``most``, beyond which nobody has a machine."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number from 1 to {most:,}.")
+        return value
+
+    return read
+
+
+sequences, tokens, count = _up_to(1 << 20), _up_to(1 << 24), _up_to(1 << 16)
 
 
 def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else _positive(text)
+    return text if text == "auto" else count(text)
 
 
 def _completions(text: str) -> tuple[int, int]:
     sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdigit() and int(size) for size in sizes):
+    if len(sizes) != 2:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be tokens of prompts and of completions, as 512x512."
+            f"{text[:40]!r} must be tokens of prompts and of completions, as 512x512."
         )
-    return int(sizes[0]), int(sizes[1])
+    return tokens(sizes[0]), tokens(sizes[1])
 
 
 def _optimizer(text: str) -> str:
@@ -202,14 +213,22 @@ def _optimizer(text: str) -> str:
     return text
 
 
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0.")
-    return value
+def _between(least: float, most: float) -> Callable[[str], float]:
+    """A reader of numbers in these bounds; NaN is in none."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {least:g} to {most:g}.")
+        return value
+
+    return read
+
+
+_rate, _amount = _between(1e-3, 1e9), _between(1e-9, 1e18)  # GB/s; of tokens and money
 
 
 def _new_arguments(new: argparse.ArgumentParser) -> None:
@@ -268,21 +287,21 @@ def _profile_arguments(measure: argparse.ArgumentParser) -> None:
 def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("what to train").add_argument
     add("--model", required=True, help="a built-in name, a config.json, or a hub id")
-    add("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
-    add("--seq", type=_positive, default=4096, help="tokens per sequence (4096)")
+    add("--batch", type=sequences, default=1, help="sequences per micro-batch (1)")
+    add("--seq", type=tokens, default=4096, help="tokens per sequence (4096)")
     text = "micro-batches per step (1); auto: cut --batch into as many as make the fastest step"
     add("--micro-batches", type=_count_or_auto, default=1, metavar="N", help=text)
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
     clip = plan.add_mutually_exclusive_group()
     text = "show the details with clipping (the default; its value changes no figure)"
-    clip.add_argument("--max-grad-norm", type=_above_zero, metavar="NORM", help=text)
+    clip.add_argument("--max-grad-norm", type=_amount, metavar="NORM", help=text)
     clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
     text = f"whose update the host makes: {', '.join(OPTIMIZERS)} (adamw), or another class as module.Class"
     add("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
     text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
     add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
     text = "train PEFT's LoRA adapters of this rank; the rest is frozen, a checkpoint in bfloat16"
-    add("--lora", type=_positive, metavar="RANK", help=text)
+    add("--lora", type=count, metavar="RANK", help=text)
     text = "modules that get adapters, as PEFT's target_modules (all linear layers but the head)"
     add("--lora-targets", nargs="+", metavar="NAME", help=text)
     text = "the frozen linear layers but the head: in bfloat16, or in bitsandbytes' codes (bf16)"
@@ -292,26 +311,26 @@ def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
     add("--host-budget", metavar="SIZE", help="host memory there is")
     add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
-    add("--host-bandwidth", type=_above_zero, metavar="GB/S", help="sustained host memory bandwidth")
-    add("--nvme-rates", type=_above_zero, nargs=2, metavar="GB/S", help="what the drive reads, and writes")
-    add("--link", type=_above_zero, metavar="GB/S", help="sustained bandwidth to the card, each way")
-    add("--gpus", type=_positive, default=1, metavar="N", help="cards of each machine, which share the state")
+    add("--host-bandwidth", type=_rate, metavar="GB/S", help="sustained host memory bandwidth")
+    add("--nvme-rates", type=_rate, nargs=2, metavar="GB/S", help="what the drive reads, and writes")
+    add("--link", type=_rate, metavar="GB/S", help="sustained bandwidth to the card, each way")
+    add("--gpus", type=count, default=1, metavar="N", help="cards of each machine, which share the state")
     add(
         "--nodes",
-        type=_positive,
+        type=count,
         default=1,
         metavar="N",
         help="machines that train together; one state for all, or a copy in each: the faster that fits",
     )
-    add("--fabric", type=_above_zero, metavar="GB/S", help="sustained bandwidth between cards, each way")
-    add("--network", type=_above_zero, metavar="GB/S", help="sustained bandwidth of a machine, each way")
+    add("--fabric", type=_rate, metavar="GB/S", help="sustained bandwidth between cards, each way")
+    add("--network", type=_rate, metavar="GB/S", help="sustained bandwidth of a machine, each way")
     _answer_arguments(plan)
 
 
 def _answer_arguments(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("what to answer").add_argument
-    add("--tokens", type=_above_zero, help="tokens to train on: adds the hours")
-    add("--price", type=_above_zero, help="price of the machine per hour: adds the cost")
+    add("--tokens", type=_amount, help="tokens to train on: adds the hours")
+    add("--price", type=_amount, help="price of the machine per hour: adds the cost")
     add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
     text = "prompts and completions, as 512x512, of all rows of a step: does a rollout fit, and how fast"
     add("--rollout", type=_completions, metavar="PxC", help=text)
@@ -348,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_models(_: argparse.Namespace) -> int:
-    from megacompile.cli.models import PRESETS
+    from megacompile.cli.presets import PRESETS
 
     print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
     for name, p in PRESETS.items():
@@ -374,7 +393,7 @@ def _run_profile(options: argparse.Namespace) -> int:
     nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
     measured = profile(nvme)
     try:
-        Path(options.out).expanduser().write_text(profile_json(measured) + "\n")
+        path_of(options.out, "--out").write_text(profile_json(measured) + "\n")
     except OSError as error:
         raise MegacompileError(f"--out {options.out}: {error.strerror or error}.") from error
     print(f"{describe(measured)}\nwritten to {options.out}: use it as --machine {options.out}")
@@ -402,7 +421,7 @@ _COMMANDS = {
     "plan": _Command(
         "will it fit and how fast, before you rent the machine",
         "Plan a training step and predict its time and memory.",
-        PLAN, _later("plan_command", "run_plan"), _plan_arguments),
+        PLAN, _later("plan_arguments", "run_plan"), _plan_arguments),
     "new": _Command(
         "write a commented example of what train reads", "Write a commented YAML file for megacompile train.",
         NEW, _later("new_config", "run_new"), _new_arguments),
@@ -449,7 +468,7 @@ def write_json(value: object) -> None:
 
 def folder_of(text: str, what: str = "--dump") -> Path:
     """A directory that can be written to; made where it is missing."""
-    path = Path(text).expanduser()
+    path = path_of(text, what)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megacompile.api.pipeline import prove
 from megacompile.api.rollout import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.padding import reach
 from megacompile.cli.alternatives import (
     Fit,
     Largest,
@@ -44,8 +45,9 @@ from megacompile.cli.estimator import (
 )
 from megacompile.cli.main import folder_of, write_json
 from megacompile.cli.models import Lora, load_model
-from megacompile.errors import MegacompileError
-from megacompile.hardware.catalog import PROFILES, THIS_CPU, MachineProfile, load_machine, override
+from megacompile.cli.plan_arguments import device_budget, host_budget, nvme_budget, sweep_values
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.hardware.catalog import THIS_CPU, load_machine, machine_key, override
 from megacompile.planner.min_feasible_budget import describe_peak, highest_point
 from megacompile.planner.nvme_placement import describe_traffic
 from megacompile.report.dump import write_dump
@@ -55,7 +57,7 @@ from megacompile.schedule.op_table import STREAMS
 from megacompile.schedule.plan import plan_table
 from megacompile.state.moment_formats import CODINGS, state_bytes
 from megacompile.state.torch_optimizer import Foreign
-from megacompile.units import format_bytes, format_count, format_hours, format_seconds, parse_bytes
+from megacompile.units import format_bytes, format_count, format_hours, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,9 +65,6 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------------------
 # ``megacompile plan``: from parsed options to a printed answer, a sweep, or JSON.
-
-
-_ANY = 1 << 60
 
 
 class PlanProgress:
@@ -90,10 +89,9 @@ class PlanProgress:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Answer; 0 where it fits, 1 where it does not."""
-    _check(options)
+    """Answer what was checked; 0 where it fits, 1 where it does not."""
     progress = PlanProgress()
-    if options.machine == THIS_CPU:
+    if machine_key(options.machine) == THIS_CPU:
         progress("measuring this CPU")
     question = _question(options)
     folder = folder_of(options.dump) if options.dump else None
@@ -114,6 +112,8 @@ def run_plan(options: argparse.Namespace) -> int:
         schedule = shown.schedule(answer.model) if shown else None
         if folder is not None and shown and schedule:
             _dump(shown, schedule, folder)
+    except CaptureError as error:
+        raise MegacompileError(f"{options.model}: {error}") from error
     finally:
         progress.clear()
     if options.json:
@@ -124,7 +124,8 @@ def run_plan(options: argparse.Namespace) -> int:
         print(render(answer, extras), end="")
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
-    return 0 if answer.fits(clip) and (extras.rollout is None or extras.rollout.at_once) else 1
+    fits = answer.fits(clip) and answer.too_long() is None
+    return 0 if fits and (extras.rollout is None or _rolls_out(extras.rollout, answer)) else 1
 
 
 def _forecast(options: argparse.Namespace, study: Study, question: Question) -> Forecast:
@@ -142,11 +143,12 @@ def _forecast(options: argparse.Namespace, study: Study, question: Question) -> 
         ) from error
 
 
+def _rolls_out(rollout: Forecast, answer: Answer) -> bool:
+    tokens = rollout.completions.prompt + rollout.completions.new
+    return rollout.at_once > 0 and not _too_long(tokens, reach(answer.model.module))
+
+
 def _lora(options: argparse.Namespace) -> Lora | None:
-    if options.lora_targets and options.lora is None:
-        raise MegacompileError("--lora-targets needs --lora RANK.")
-    if options.frozen and options.lora is None:
-        raise MegacompileError("--frozen needs --lora RANK: what is trained is kept in FP32.")
     if options.lora is None:
         return None
     return Lora(options.lora, tuple(options.lora_targets or ()), options.frozen or "bf16")
@@ -180,30 +182,6 @@ def _write_page(schedule: Schedule, path: str) -> None:
     print(f"The page is {written}: open it in a browser.", file=sys.stderr)
 
 
-def _check(options: argparse.Namespace) -> None:
-    if options.price is not None and options.tokens is None and options.sweep is None:
-        raise MegacompileError("--price needs --tokens: how many tokens are to be trained on?")
-    if options.sweep is None and (options.values or options.plot):
-        raise MegacompileError("--values and --plot belong to a --sweep.")
-    if options.sweep:
-        if options.micro_batches == "auto":
-            raise MegacompileError("--micro-batches auto is about one plan: give a --sweep a number.")
-        for name in ("dump", "largest", "explain", "html", "rollout"):
-            if getattr(options, name):
-                raise MegacompileError(
-                    f"--sweep makes many plans, --{name} is about one: give one of the two."
-                )
-    if options.rollout and options.gpus * options.nodes > 1:
-        raise MegacompileError("--rollout is of one card, as a rollout is: leave --gpus and --nodes out.")
-    if options.optimizer != "adamw" and options.optimizer_state != "fp32":
-        raise MegacompileError(
-            f"--optimizer-state is a format of Adam's moments, which {options.optimizer} does not keep: "
-            "leave it out, or plan with --optimizer adamw."
-        )
-    if options.explain and options.json:
-        raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
-
-
 def _question(options: argparse.Namespace) -> Question:
     profile = override(
         load_machine(options.machine, options.dtype),
@@ -215,65 +193,11 @@ def _question(options: argparse.Namespace) -> Question:
         price=options.price,
     )
     return Question(
-        profile, options.batch, options.seq, _device_budget(options, profile),
+        profile, options.batch, options.seq, device_budget(options, profile),
         1 if options.micro_batches == "auto" else options.micro_batches,
-        options.dtype, _host_budget(options, profile), _nvme_budget(options), options.gpus, options.nodes,
+        options.dtype, host_budget(options, profile), nvme_budget(options), options.gpus, options.nodes,
         optimizer_state=options.optimizer_state,
     )  # fmt: skip
-
-
-def _device_budget(options: argparse.Namespace, profile: MachineProfile) -> int:
-    given = options.hbm_budget
-    available = profile.device_bytes or profile.host_bytes
-    if available is None and (given is None or _relative(given)):
-        raise MegacompileError(f"--hbm-budget: {profile.name} does not say how much it has; give a size.")
-    return parse_bytes(_size(given or "auto"), what="--hbm-budget", available=available or _ANY)
-
-
-def _host_budget(options: argparse.Namespace, profile: MachineProfile) -> int | None:
-    given = options.host_budget
-    if given is None:
-        return profile.host_bytes
-    if profile.host_bytes is None and _relative(given):
-        raise MegacompileError(f"--host-budget {given}: of what? Give a size, as 512GB.")
-    # a user's own host may be larger than the profile's
-    available = profile.host_bytes if _relative(given) else _ANY
-    return parse_bytes(_size(given), what="--host-budget", available=available or _ANY)
-
-
-def _nvme_budget(options: argparse.Namespace) -> int | None:
-    given = options.nvme_budget
-    if given is None:
-        return None
-    if _relative(given):
-        raise MegacompileError(f"--nvme-budget {given}: of what? Give a size, as 4TB.")
-    if options.host_budget is None:
-        raise MegacompileError("--nvme-budget needs --host-budget: what does not fit there goes to NVMe.")
-    return parse_bytes(_size(given), what="--nvme-budget", available=_ANY)
-
-
-def _relative(text: str) -> bool:
-    return text.endswith("%") or text == "auto"
-
-
-def _size(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _values(text: str, over: str) -> Sequence[int | MachineProfile]:
-    """The values of a sweep that the user gave."""
-    values = [value.strip() for value in text.split(",")]
-    if over == "hbm-budget":
-        return [parse_bytes(_size(v), what="--values", available=_ANY) for v in values]
-    for value in values:
-        if over == "machine" and value not in PROFILES:
-            raise MegacompileError(f"--values: {value!r} is no built-in machine.")
-        if over != "machine" and not (value.isdigit() and int(value)):
-            raise MegacompileError(f"--values: {value!r} is no {over}; give whole numbers, as 1,2,4.")
-    return [PROFILES[value] if over == "machine" else int(value) for value in values]
 
 
 def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: bool) -> Extras:
@@ -287,8 +211,7 @@ def _extras(options: argparse.Namespace, study: Study, answer: Answer, clip: boo
 def _run_sweep(
     options: argparse.Namespace, study: Study, question: Question, clip: bool, progress: PlanProgress
 ) -> int:
-    values = _values(options.values, options.sweep) if options.values else ()
-    points = list(sweep(study, question, options.sweep, values, clip))
+    points = list(sweep(study, question, options.sweep, sweep_values(options), clip))
     progress.clear()
     if options.json:
         extras = Extras(clip, options.tokens, question.profile.price_per_hour)
@@ -299,7 +222,7 @@ def _run_sweep(
             print(sweep_table(points, options.sweep, not clip))
     if not options.json or options.plot:
         _draw(points, options.sweep, Path(options.plot or f"sweep-{options.sweep}.png"), study.model.name)
-    return 0 if any(p.answer.fits(clip) for p in points) else 1
+    return 0 if any(p.answer.fits(clip) and p.answer.too_long() is None for p in points) else 1
 
 
 def _draw(points: Sequence[Point], over: str, path: Path, name: str) -> None:
@@ -431,7 +354,7 @@ def render(answer: Answer, extras: Extras) -> str:
         parts += [_speed(answer, extras), _bound(shown), _streams(shown)]
         parts += [text for text in (_kernels(shown), _device(answer, shown)) if text]
     if extras.rollout is not None:
-        parts.append(_rollout(extras.rollout, answer.question))
+        parts.append(_rollout(extras.rollout, answer.question, reach(answer.model.module)))
     parts.append(_host(answer))
     if shown is not None:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
@@ -464,16 +387,21 @@ def _verdict(answer: Answer, extras: Extras) -> str:
     host = f"of {format_bytes(q.host_budget)}" if q.host_budget else "(no --host-budget given to check)"
     verb = "uses" if shown else "needs at least"
     cut = "as cut below" if answer.compiled.tiled.cuts else "with weights whole"
+    limit, verdict = answer.too_long(), "FITS" if answer.fits(extras.clip) else "DOES NOT FIT"
+    if limit is not None and answer.fits(extras.clip):
+        verdict = "FITS THE MACHINE, AND IS TOO LONG FOR THE MODEL"
     lines = [
-        f"{'FITS' if answer.fits(extras.clip) else 'DOES NOT FIT'}, {mode}",
+        f"{verdict}, {mode}",
         f"  device  {verb} {format_bytes(device)} of {format_bytes(q.hbm_budget)}{each}"
         + ("" if answer.fits_device() else "  << too small"),
         f"  host    {verb if fits else 'needs at least'} {format_bytes(need)} {host}{on_each}"
         + ("" if fits else "  << too small"),
         *_drive(answer, shown),
+        *_too_long(q.seq, limit),
         f"  least budgets: device {format_bytes(answer.least.device_bytes)} {cut}; host "
         f"{format_bytes(answer.least_host(True))} with clipping, "
         f"{format_bytes(answer.least_host(False))} without",
+        "    (the least with which some plan fits, each by itself; a faster one takes more)",
     ]
     if extras.largest is not None:
         lines.append(largest_line(extras.largest, q))
@@ -484,6 +412,16 @@ def _verdict(answer: Answer, extras: Extras) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def _too_long(seq: int, limit: int | None) -> list[str]:
+    """Say what positions the model is for, where sequences have more."""
+    if limit is None or seq <= limit:
+        return []
+    return [
+        f"  length  {seq:,} tokens, and the model's config is for {limit:,}  << too long: take fewer,",
+        "    or a config whose rotary embeddings are scaled so far",
+    ]
 
 
 def _drive(answer: Answer, shown: Prediction | None) -> list[str]:
@@ -644,7 +582,7 @@ def _device(answer: Answer, shown: Prediction) -> str:
     return "\n".join([*lines, f"  reached in the {where}"])
 
 
-def _rollout(rollout: Forecast, question: Question) -> str:
+def _rollout(rollout: Forecast, question: Question, limit: int | None = None) -> str:
     """Say whether a rollout fits, where its weights are, and how many tokens a second it gives."""
     c, fits = rollout.completions, rollout.at_once > 0
     rows = f"{rollout.at_once} of them at a time" if 0 < rollout.at_once < c.rows else "all at once"
@@ -654,6 +592,7 @@ def _rollout(rollout: Forecast, question: Question) -> str:
         f"  cache        {format_bytes(rollout.cache_bytes)} a row, {rows if fits else 'no room for one'}",
         f"  device       {'uses' if fits else 'needs at least'} {format_bytes(rollout.need_bytes)} of "
         f"{format_bytes(question.hbm_budget)}{'' if fits else '  << too small'}",
+        *_too_long(c.prompt + c.new, limit),
     ]
     if fits:
         load, prompts, completions, whole = map(
@@ -795,7 +734,7 @@ def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
     lines = [f"{over:>16}  fits  {names}  lower bound, {mode}"]
     for point in points:
         a, p = point.answer, point.answer.prediction(clip)
-        start = f"{point.label:>16}  {'yes' if a.fits(clip) else 'no':<4}"
+        start = f"{point.label:>16}  {'yes' if a.fits(clip) and a.too_long() is None else 'no':<4}"
         if p is None:
             lines.append(f"{start}  needs {format_bytes(a.least.device_bytes)} of the device")
             continue
@@ -805,6 +744,7 @@ def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
             f"{p.model_flops_per_second / 1e12:>8.1f} {p.mfu:>6.1%}  "
             f"{format_seconds(p.bound.seconds)}: {p.bound.binding}"
             + (", with a copy of the state in each machine" if a.question.replicated else "")
+            + ("" if (limit := a.too_long()) is None else f", longer than the model's own {limit:,}")
         )
     return "\n".join(lines) + "\n"
 
@@ -898,7 +838,8 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "optimizer_state": str(q.optimizer_state),
         "gpus": q.gpus, "nodes": q.nodes, "replicated": q.replicated,
         "hbm_budget": q.hbm_budget, "host_budget": q.host_budget, "clipping": extras.clip,
-        "fits": answer.fits(extras.clip),
+        "fits": answer.fits(extras.clip) and answer.too_long() is None,
+        "longest": reach(answer.model.module),
         "fits_device": answer.fits_device(),
         "fits_host": answer.fits_host(extras.clip),
         "least_hbm_budget": answer.least.device_bytes,
@@ -914,17 +855,17 @@ def as_json(answer: Answer, extras: Extras) -> dict[str, Any]:
         "splits": [asdict(s) for s in extras.splits],
         "meshes": [asdict(m) for m in extras.meshes],
         "largest": asdict(extras.largest) if extras.largest else None,
-        "rollout": _rollout_json(extras.rollout) if extras.rollout else None,
+        "rollout": _rollout_json(extras.rollout, answer) if extras.rollout else None,
         "sources": q.profile.sources,
     }  # fmt: skip
 
 
-def _rollout_json(rollout: Forecast) -> dict[str, Any]:
+def _rollout_json(rollout: Forecast, answer: Answer) -> dict[str, Any]:
     rates = {
         "prefill_tokens_per_second": rollout.prefill_rate,
         "decode_tokens_per_second": rollout.decode_rate,
     }
-    return asdict(rollout) | rates | {"fits": rollout.at_once > 0, "seconds": rollout.seconds}
+    return asdict(rollout) | rates | {"fits": _rolls_out(rollout, answer), "seconds": rollout.seconds}
 
 
 def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | None:

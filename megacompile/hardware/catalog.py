@@ -14,11 +14,11 @@ from typing import Literal
 
 from megacompile.cache_dir import cache_folder
 from megacompile.errors import MegacompileError
-from megacompile.hardware.kernel_ceilings import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine, this_cpu
-from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.own_files import replace_text
 from megacompile.printable import is_printable
+from megacompile.text_files import path_of, read_text
 from megacompile.units import host_available
 
 # ------------------------------------------------------------------------------------------------------------
@@ -47,6 +47,10 @@ LAUNCH_SECONDS = 8e-6  # assumed: a call of one operator from Python, its launch
 ATTENTION, ATTENTION_BACKWARD = 0.31, 0.168
 ATTENTION_SOURCE = "FlashAttention 2 on an H100"
 COPY_SECONDS = 10e-6  # assumed: fixed cost of one transfer
+# What attention reaches of a ceiling: causal, heads 128 wide, an H100 reached 426 and 484 of 989 TFLOP/s at
+# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/architecture/kernels.md). Other chips were
+# not timed, nor were recurrences, of which it is assumed.
+REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES = 0.46, 0.42, 0.27
 
 _PCIE4, _PCIE5 = 31.5e9, 63.0e9  # 16 lanes · 16 or 32 GT/s · 128/130 ÷ 8, each direction
 _LINKS = {"PCIe 4.0 x16": _PCIE4, "PCIe 5.0 x16": _PCIE5, "NVLink-C2C": 450e9}
@@ -184,15 +188,20 @@ _ALIASES = {"a100-40": "a100-40gb", "a100-80": "a100-80gb-sxm", "a100-80gb": "a1
 THIS_CPU = "this-cpu"
 
 
+def machine_key(name: str) -> str:
+    """The name of a built-in machine as :data:`PROFILES` has it, for ways in which people write it."""
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    return _ALIASES.get(key, key)
+
+
 def load_machine(name: str, dtype: Dtype = "bf16") -> MachineProfile:
     """The profile of a built-in name, of "this-cpu" (measured now) or of a machine.json."""
-    key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    key = _ALIASES.get(key, key)
+    key = machine_key(name)
     if key in PROFILES:
         return PROFILES[key]
     if key == THIS_CPU:
         return _measured(dtype)
-    path = Path(name).expanduser()
+    path = path_of(name, "The machine")
     if path.suffix == ".json" or path.is_file():
         return read_profile(path)
     names = [*PROFILES, *_ALIASES, THIS_CPU]
@@ -201,6 +210,11 @@ def load_machine(name: str, dtype: Dtype = "bf16") -> MachineProfile:
     unique = list(dict.fromkeys(near))[:3]
     hint = f"did you mean {' or '.join(unique)}?" if unique else "`megacompile machines` lists them."
     raise MegacompileError(f"No machine is called {name!r}: {hint} A machine.json also works.")
+
+
+def this_cpu_unmeasured() -> MachineProfile:
+    """The sizes of this machine with rates that say nothing, without torch."""
+    return MachineProfile(Machine(THIS_CPU, 1.0, 1.0, 1.0, 1.0, 1.0), host_bytes=host_available())
 
 
 def _measured(dtype: Dtype) -> MachineProfile:

@@ -16,16 +16,13 @@ from collections.abc import Iterable
 from functools import cache
 
 from megacompile.errors import MegacompileError
+from megacompile.hardware.catalog import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling, read_ceilings
 from megacompile.kernels.registry import CALLED, Called, Kernel
 from megacompile.schedule.step import Op
 from megacompile.schedule.workload import Call, KernelWork
 
-# What attention reaches of a ceiling: causal, heads 128 wide, an H100 reached 426 and 484 of 989 TFLOP/s at
-# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/architecture/kernels.md). Other chips were
-# not timed, nor were recurrences, of which it is assumed.
-REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES = 0.46, 0.42, 0.27
 _EVERYTHING = {"window", "softcap", "sinks", "packed"}  # what a case "all" has
 
 

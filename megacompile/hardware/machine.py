@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # each function that measures imports it: who reads datasheets need not wait for it
+    import torch
 
 from megacompile.blocks.cpu_products import float32_products
 
@@ -98,7 +100,7 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
 
     Only ratios matter for a choice, and the same model and budget must always give the same plan.
     """
-    flops = 400e9 if dtype == torch.bfloat16 else 100e9
+    flops = 400e9 if dtype.itemsize == 2 else 100e9
     return Machine(
         "a nominal CPU", flops, 20e9, 8e9, 8e9, 30e9, CPU_FUNCTION, 20e-6, shared_cores=True,
         fabric_bandwidth=_GLOO, fabric_seconds=_GLOO_SECONDS, network_bandwidth=_GLOO,
@@ -106,12 +108,20 @@ def nominal_cpu(dtype: torch.dtype) -> Machine:
 
 
 @cache
-@torch.random.fork_rng(devices=[])  # the user's draws stay as they are
 def this_cpu(dtype: torch.dtype) -> Machine:
     """Rates of this CPU from a second of measuring, as the CPU backend uses them.
 
     Products and elementwise operators run on all of torch's threads, copies on one, Adam on half.
     """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):  # the user's draws stay as they are
+        return _measured(dtype)
+
+
+def _measured(dtype: torch.dtype) -> Machine:
+    import torch
+
     cores = torch.get_num_threads()
     size = 1024
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
@@ -146,6 +156,8 @@ def _beside() -> tuple[float, float]:
     More than their shares of the cores say: a product waits at each barrier for the thread that shares its
     core with the copy.
     """
+    import torch
+
     a, b = torch.randn(512, 512), torch.randn(512, 512)
     product = _mean(lambda: a @ b, 200)
     with copies_beside() as slower:
@@ -159,6 +171,8 @@ def copies_beside() -> Iterator[Callable[[], float]]:
 
     Yields a function that says, when the copies are over, how many times longer than alone they took.
     """
+    import torch
+
     source, target = torch.ones(4 << 20), torch.ones(4 << 20)
     alone = source.nbytes / copy_bandwidth()
     threads = torch.get_num_threads()
@@ -190,6 +204,8 @@ def _mean(run: Callable[[], object], repeats: int) -> float:
 
 def copy_bandwidth(elements: int = 4 << 20) -> float:
     """Bytes per second that one thread copies, as the CPU backend's transfers do."""
+    import torch
+
     source, target = torch.ones(elements), torch.ones(elements)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -201,6 +217,8 @@ def copy_bandwidth(elements: int = 4 << 20) -> float:
 
 def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
     """Bytes per second of host memory that an Adam step moves, at 28 per parameter, in memory of its kind."""
+    import torch
+
     from megacompile.state.adam import AdamHyper, adamw_step
     from megacompile.state.host_arena import HostArena, padded
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megacompile.cli.main import _build, main
-from megacompile.cli.models import PRESETS
+from megacompile.cli.presets import PRESETS
 from megacompile.hardware.catalog import load_machine
 from megacompile.report.schedule import _SCRIPTS
 

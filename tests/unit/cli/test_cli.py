@@ -15,6 +15,7 @@ from torch import nn
 
 from megacompile.api.rollout import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.padding import reach
 from megacompile.cli import models, plan_command
 from megacompile.cli.alternatives import Largest, _most, estimate_largest, largest
 from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
@@ -35,6 +36,7 @@ from tests.support import images
 TINY = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 256, "tie_word_embeddings": False}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}
 SHAPE = ["--batch", "2", "--seq", "128"]
 
 
@@ -64,6 +66,9 @@ def plan(
         return code, printed.out, printed.err
 
     yield run
+
+
+_TO_PLAN = ["plan", "--model", "llama-3.1-8b", "--machine", "h200"]
 
 
 def _question(budget: int) -> Question:
@@ -226,6 +231,53 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
     assert "DOES NOT FIT" in out and "Ways out" in out
     assert "--batch 1 --micro-batches 2" in out and "--seq 64" in out and "--hbm-budget" in out
     assert re.search(r"enough, [\d,]+ tokens/s", out)
+
+
+def test_a_length_beyond_the_models_own_is_said(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    long = ("--hbm-budget", "30MB", "--seq", "512")
+    code, out, _ = plan(*long)
+    assert code == 1 and "FITS THE MACHINE, AND IS TOO LONG FOR THE MODEL" in out
+    assert "512 tokens, and the model's config is for 256  << too long" in out
+    answer = json.loads(plan(*long, "--json")[1])
+    assert not answer["fits"] and answer["fits_device"] and answer["longest"] == 256
+    code, out, _ = plan(*long[:2], "--sweep", "seq", "--values", "256,512", "--plot", str(tmp_path / "a.png"))
+    assert code == 0 and [line.split()[1] for line in out.splitlines()[1:3]] == ["yes", "no"]
+    code, out, _ = plan("--hbm-budget", "3MB", "--rollout", "200x200")
+    assert code == 1 and "400 tokens, and the model's config is for 256  << too long" in out
+    code, out, _ = plan("--hbm-budget", "1500kB", "--seq", "4096", "--batch", "1")
+    shorter = re.search(r"--seq (\d+) ", out.partition("Ways out")[2])
+    assert code == 1 and (shorter is None or int(shorter[1]) <= 256), "no way out is too long itself"
+
+
+@pytest.mark.parametrize(
+    ("changed", "longest"),
+    [
+        ({}, 256),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+            1024,
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1e300}}, 256),
+        (GPT2 | {"n_positions": 512}, 512),
+        ({"model_type": "mpt", "max_seq_len": 128, "d_model": 64, "n_heads": 4, "n_layers": 2}, 128),
+        ({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2}, None),
+    ],
+)
+def test_the_length_that_a_config_is_for(
+    changed: dict[str, Any], longest: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(changed if "model_type" in changed else TINY | changed))
+    assert reach(load_model(str(path)).module) == longest
+
+
+def test_a_larger_host_budget_says_what_it_is_for(plan: Callable[..., tuple[int, str, str]]) -> None:
+    out = plan("--hbm-budget", "3MB", "--host-budget", "3MB")[1]
+    assert "the least with which some plan fits" in out
+    assert re.search(r"--host-budget .* more memory, as much as the plan below takes", out)
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:
@@ -490,8 +542,8 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["plan", "--model", "llama-3.1-8b", "--machine", "h20"], "h200"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--bacth", "2"], "--batch"),
         (["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--dtype", "fp23"], "fp32"),
-        (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "above 0"),
-        (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "above 0"),
+        (["plan", "--model", "x", "--machine", "h200", "--batch", "0"], "from 1 to"),
+        (["plan", "--model", "x", "--machine", "h200", "--lora", "0"], "from 1 to"),
         (["plan", "--model", "x", "--machine", "h200", "--lora-targets", "q_proj"], "needs --lora RANK"),
         (["plan", "--model", "x", "--machine", "h200", "--frozen", "8bit"], "needs --lora RANK"),
         (
@@ -515,6 +567,19 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         (["inspect", "a", "--trce", "b"], "--trace"),
         (["diff", "a"], "second"),
         (["plan", "--model", "x", "--machine", "h200", "--no-clip", "--max-grad-norm", "1"], "not allowed"),
+        ([*_TO_PLAN, "--batch", str(2**63)], "from 1 to"),
+        ([*_TO_PLAN, "--batch", "1000000", "--seq", "1000000"], "the most"),
+        ([*_TO_PLAN, "--micro-batches", "\u00b2"], "from 1 to"),
+        ([*_TO_PLAN, "--link", "nan"], "from 0.001 to"),
+        ([*_TO_PLAN, "--link", "1e308"], "from 0.001 to"),
+        ([*_TO_PLAN, "--tokens", "-1"], "from 1e-09 to"),
+        ([*_TO_PLAN, "--hbm-budget", "1e308GB"], "no budget"),
+        ([*_TO_PLAN, "--hbm-budget", "1.2.3GB"], "not understood"),
+        ([*_TO_PLAN, "--hbm-budget", "nan"], "no budget"),
+        ([*_TO_PLAN, "--host-budget", "1e-30GB"], "no budget"),
+        ([*_TO_PLAN, "--sweep", "batch", "--values", f"1,{2**62}"], "from 1 to"),
+        (["plan", "--model", "~no-such-user/x", "--machine", "h200"], "no path"),
+        (["plan", "--model", "x" * 5000, "--machine", "h200"], "no path"),
     ],
 )
 def test_mistakes_get_one_sentence(
@@ -541,13 +606,17 @@ def test_mistakes_get_one_sentence(
         (json.dumps(TINY | {"hidden_size": "many"}), "expected int"),
         (json.dumps(TINY | {"hidden_size": 66}), "multiple"),
         (json.dumps(TINY | {"num_hidden_layers": 10**9}), "cannot be meant"),
+        (json.dumps(TINY | {"intermediate_size": 0}), "cannot be meant"),
+        (json.dumps(TINY | {"num_key_value_heads": 2**31}), "cannot be meant"),
+        (json.dumps(TINY | {"num_key_value_heads": 3}), "do not fit together"),
+        ('{"model_type": "llama", "a": "\udcff"}', "decode"),
     ],
 )
 def test_a_config_that_is_none_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     assert main(["plan", "--model", str(path), "--machine", "h200"]) == 2
     printed = capsys.readouterr()
     last = printed.err.strip().splitlines()[-1]

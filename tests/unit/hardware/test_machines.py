@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megacompile.cli.models import PRESETS, Model, load_model
+from megacompile.cli.models import Model, load_model
+from megacompile.cli.presets import PRESETS
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import (
     PROFILE_VERSION,
