@@ -26,7 +26,12 @@ from megacompile.units import format_bytes
 
 
 _OFTEN = 0.5  # seconds; no eye reads faster, and the figures take a part of a millisecond
+_SELDOM = 60  # seconds: into a file each drawing of a bar is a line that stays
 _LOG = logging.getLogger("megacompile.compiler")
+
+
+def _is_terminal(bar: Any) -> bool:
+    return bool(bar.fp.isatty())
 
 
 @dataclass
@@ -38,9 +43,10 @@ class _Kept:
 
 class Bar(ProgressCallback):
     """transformers' progress bar. What is logged faster than an eye reads is written together: each writing
-    draws the bar anew, which takes most of the time of a log."""
+    draws the bar anew, which takes most of the time of a log. Into a file the bar is drawn seldom."""
 
     training_bar: Any
+    prediction_bar: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +56,12 @@ class Bar(ProgressCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         super().on_train_begin(*args, **kwargs)
         if self.training_bar is not None:
-            self.training_bar.mininterval = _OFTEN
+            self.training_bar.mininterval = _OFTEN if _is_terminal(self.training_bar) else _SELDOM
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        super().on_prediction_step(*args, **kwargs)
+        if self.prediction_bar is not None and not _is_terminal(self.prediction_bar):
+            self.prediction_bar.mininterval = _SELDOM
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         bar = self.training_bar
@@ -70,7 +81,8 @@ class Bar(ProgressCallback):
     def flush(self) -> None:
         """Write what was logged so far."""
         if self._lines and self.training_bar is not None:
-            self.training_bar.write("\n".join(self._lines))
+            text = "\n".join(self._lines)
+            self.training_bar.write(text) if _is_terminal(self.training_bar) else print(text)
         self._lines.clear()
         self._written = time.perf_counter()
 
@@ -130,8 +142,9 @@ class TrainingProgress(logging.Handler):
         """The loss that was logged, and what was reached since the last one that was shown."""
         now = time.perf_counter()
         if "loss" in logs and self._trainer.program is not None and now - self._shown >= _OFTEN:
-            self._text = ", ".join([f"loss {logs['loss']:.4g}", *self._figures(now)])
-            self._tell(self._text)
+            figures = ", ".join(self._figures(now))
+            self._text = f"loss {logs['loss']:.4g}, {figures}"
+            self._tell(self._text, figures)
             self._shown, self._tokens, self._since = now, 0, 0.0
         elif "loss" not in logs:  # an evaluation, whose time is none of training
             self._tokens, self._since = 0, 0.0
@@ -154,16 +167,20 @@ class TrainingProgress(logging.Handler):
 
     def end(self) -> None:
         """Leave the bar as it is, so that an error stands on a line of its own."""
-        if (bar := self._bar()) is not None:
-            bar.close()
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.close()
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, beside: str | None = None) -> None:
+        """Show a text in the bar, or ``beside`` the logged entry as a line of its own where none is seen."""
         if (bar := self._bar()) is not None:
             bar.set_postfix_str(text)
         elif self._trainer.is_world_process_zero() and any(
-            isinstance(c, PrinterCallback) for c in self._trainer.callback_handler.callbacks
+            isinstance(c, (PrinterCallback, ProgressCallback))
+            for c in self._trainer.callback_handler.callbacks
         ):
-            print(text)
+            self._flush()
+            print(beside or text)
 
     def _flush(self) -> None:
         for callback in self._trainer.callback_handler.callbacks:
@@ -171,8 +188,10 @@ class TrainingProgress(logging.Handler):
                 callback.flush()
 
     def _bar(self) -> Any:
+        """The bar that somebody sees, on a terminal."""
         callbacks = self._trainer.callback_handler.callbacks
-        return next((c.training_bar for c in callbacks if isinstance(c, ProgressCallback)), None)
+        bar = next((c.training_bar for c in callbacks if isinstance(c, ProgressCallback)), None)
+        return bar if bar is not None and _is_terminal(bar) else None
 
 
 # ------------------------------------------------------------------------------------------------------------

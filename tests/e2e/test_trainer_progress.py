@@ -16,7 +16,7 @@ from tests.e2e.test_trainer import Trainer, rows, trainer
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 progress = pytest.importorskip("megacompile.integrations.progress")
 
-SHOWN = r"loss [\d.e+-]+, [\d,]+ tokens/s, [\d.e+-]+ TFLOP/s, device [\d.]+ [kM]B, host [\d.]+ [kM]B"
+SHOWN = r"[\d,]+ tokens/s, [\d.e+-]+ TFLOP/s, device [\d.]+ [kM]B, host [\d.]+ [kM]B"
 
 
 @pytest.mark.parametrize("bar", [True, False])
@@ -25,6 +25,7 @@ def test_speed_memory_and_compilation_are_shown(
 ) -> None:
     """In the progress bar, or after each logged line; the update that compiles says nothing of its speed."""
     monkeypatch.setattr(progress, "_OFTEN", 0)
+    monkeypatch.setattr(progress, "_is_terminal", lambda bar: True)
     one = trainer(
         Trainer,
         tmp_path,
@@ -39,9 +40,32 @@ def test_speed_memory_and_compilation_are_shown(
     assert "compiling a program to train: a batch of (2, 12), (2, 12)" in shown
     assert re.search(r"compiled a program to train in [\d.]+ s", shown)
     assert re.search(SHOWN, shown)
-    assert re.search(r"loss [\d.]+, device", shown)
-    assert len(re.findall(r"loss [\d.]+, [\d,]+ tokens/s", shown)) >= (1 if bar else 2)
+    assert re.search(r"loss [\d.]+, device" if bar else r"^device", shown, re.MULTILINE)
+    assert len(re.findall(r"[\d,]+ tokens/s", shown)) >= (1 if bar else 2)
+    if not bar:  # what is logged stands in the entry, once
+        losses = [f"{entry['loss']:.4g}" for entry in one.state.log_history if "loss" in entry]
+        assert [shown.count(loss) for loss in losses] == [losses.count(loss) for loss in losses]
     assert not any("tokens" in name for entry in one.state.log_history for name in entry)
+
+
+def test_a_bar_into_a_file_writes_few_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = trainer(
+        Trainer,
+        tmp_path,
+        max_steps=8,
+        eval_strategy="steps",
+        eval_steps=4,
+        logging_steps=1,
+        disable_tqdm=False,
+    )
+    one.train()
+    captured = capfd.readouterr()
+    drawn = captured.err.count("/8 [")
+    assert 1 <= drawn <= 3, "at the beginning, where a minute is over, and at the end"
+    for entry in one.state.log_history:
+        if "loss" in entry:
+            assert captured.out.count(f"'loss': '{entry['loss']:.4g}'") >= 1
+    assert "compiled a program to train" in captured.out and "compiled a program" not in captured.err
 
 
 def test_figures_are_shown_no_more_often_than_they_are_read(
@@ -66,6 +90,7 @@ def test_lines_that_nobody_could_read_one_by_one_are_written_together(
                 raise ValueError("a callback's")
 
     monkeypatch.setattr(progress, "_OFTEN", 1e9)
+    monkeypatch.setattr(progress, "_is_terminal", lambda bar: True)
     one = trainer(Trainer, tmp_path, max_steps=4, eval_strategy="no", disable_tqdm=False, logging_steps=1)
     one.add_callback(Failing())
     (bar,) = [c for c in one.callback_handler.callbacks if isinstance(c, transformers.ProgressCallback)]
