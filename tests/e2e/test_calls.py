@@ -119,10 +119,13 @@ def test_calls_of_several_threads_come_one_after_the_other() -> None:
     program.close()
 
 
-def test_ctrl_c_between_two_updates_leaves_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_between_two_updates_leaves_a_whole_step(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Updates follow their gradients at once here, so a step that stopped in the middle would leave it
     inconsistent."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     program, trainer = made(budget="50KB")
     batch = batch_for("plain")
     program.train_step(batch)
@@ -147,7 +150,6 @@ def test_ctrl_c_between_two_updates_leaves_a_whole_step(monkeypatch: pytest.Monk
         trainer.train_step([batch])
     assert_equal(program, trainer)
     program.close()
-    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_while_waiting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,8 +272,9 @@ def test_worker_exception_reaches_the_caller(where: str, monkeypatch: pytest.Mon
     program.close()
 
 
-def test_interrupt_leaves_no_hung_thread() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+def test_interrupt_leaves_no_hung_thread(request: pytest.FixtureRequest) -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
     before = set(threading.enumerate())
     program = compiled(build("llama"), max_grad_norm=1.0)
     batch = batch_for("llama", size=8, length=64)
