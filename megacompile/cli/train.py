@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from megacompile.cli.main import folder_of
+from megacompile.cli.train_config import check_values, read_config
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
 from megacompile.own_files import refuse_link, replace_text
+from megacompile.text_files import path_of, read_text
 from megacompile.units import format_bytes, format_hours, format_seconds
 
 if TYPE_CHECKING:
@@ -71,12 +73,17 @@ def as_messages(data: Any, text: str = "text", folder: Path = Path()) -> Any:
 
 def _turns(read: _Reader, row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     """The turns of a row that is a chat."""
-    turns = read(row)
-    if not turns:
-        raise MegacompileError(f"data: row {number} is a chat without a turn: remove it.")
-    for turn in turns:
-        _check_said(turn, number)
-    return _system(row) + turns
+    try:
+        turns = read(row)
+        if not turns:
+            raise MegacompileError(f"data: row {number} is a chat without a turn: remove it.")
+        for turn in turns:
+            _check_said(turn, number)
+        return _system(row) + turns
+    except (TypeError, AttributeError, KeyError) as error:
+        raise MegacompileError(
+            f"data: row {number} is no chat ({error}): its turns must be a list of objects of texts."
+        ) from error
 
 
 def _with_images(data: Any, read: _Reader | None, folder: Path) -> Any:
@@ -160,11 +167,15 @@ def _has_images(data: Any) -> bool:
     chats = [name for name in _CHATS if name in names]
     if not chats or not isinstance(data, Dataset) or not _has_parts(data[0][chats[0]]):
         return False
-    return any(_is_no_text(part) for row in data for turn in row[chats[0]] for part in turn["content"] or ())
+    return any(_is_no_text(part) for row in data for turn in row[chats[0]] for part in _said(turn) or ())
 
 
 def _has_parts(turns: Any) -> bool:
-    return isinstance(turns, list) and any(isinstance(turn.get("content"), list) for turn in turns)
+    return isinstance(turns, list) and any(isinstance(_said(turn), list) for turn in turns)
+
+
+def _said(turn: Any) -> Any:
+    return turn.get("content") if isinstance(turn, Mapping) else None
 
 
 def _is_no_text(part: Any) -> bool:
@@ -318,6 +329,8 @@ def run_train(options: argparse.Namespace) -> int:
 
     Stopped by a signal it writes no model, and the exit code is 128 and the signal's number, as a shell's.
     """
+    path = path_of(options.config)
+    read_config(path)  # before imports that take seconds
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # before transformers makes the group of the ranks, which torchrun could not make again at a restart
     first = find_ranks().rank == 0  # which writes, and tells
@@ -328,10 +341,10 @@ def run_train(options: argparse.Namespace) -> int:
         from megacompile.integrations.trainer_checkpoints import Resume
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
-    keys = _parse(trl, Path(options.config), options.overrides)
+    keys = _parse(trl, path, options.overrides)
     ours, arguments = keys[0], keys[2]
     _check_reports(arguments.report_to)
-    resume, folder = Resume(keys), Path(arguments.output_dir).expanduser()
+    resume, folder = Resume(keys), path_of(arguments.output_dir, "output_dir")
     checkpoint = resume.checkpoint()
     where = f"the model is in {folder / 'model'}, what happened in {folder / 'report.md'}"
     if resume.is_finished(checkpoint):
@@ -379,7 +392,7 @@ def _keep_keys(given: Path, flags: Sequence[str], kept: Path) -> None:
     if kept.exists() and kept.samefile(given):
         return
     beside = f"# Trained with these flags: {shlex.join(flags)}\n" if flags else ""
-    replace_text(kept, beside + given.read_text())
+    replace_text(kept, beside + read_text(given))
 
 
 def _built(path: str, keys: Any) -> Any:
@@ -485,17 +498,11 @@ def _collator_of_images(trainer: Any) -> Any:
 def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     """The file and the flags as dataclasses: ours, TRL's of scripts, training, the model, the data."""
     import torch
-    import yaml
     from transformers import integrations
 
     from megacompile.integrations.trl import DPOConfig, SFTConfig
 
-    try:
-        keys = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise MegacompileError(f"{path} is no YAML file that can be read: {error}.") from error
-    if not isinstance(keys, dict):
-        raise MegacompileError(f"{path} holds no keys: write one by megacompile new.")
+    keys = read_config(path)
     given = list(overrides)
     method = given[given.index("--method") + 1] if "--method" in given[:-1] else keys.get("method", "sft")
     training = DPOConfig if method == "dpo" else SFTConfig
@@ -519,8 +526,14 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
             raise MegacompileError(f"{path}: there is no key {name!r}{hint}")
     try:
         parsed = parser.parse_args_and_config(["--config", str(path), *given])
-    except (ValueError, TypeError) as error:
+    except MegacompileError as error:  # of a flag, or of a value in the file
         raise MegacompileError(f"{path}: {error}") from error
+    except Exception as error:  # of many kinds: values are checked by the classes that take them
+        raise MegacompileError(f"{path}: {' '.join(str(error).split())[:400]}") from error
+    check_values(path, parsed)
+    prompts = parsed[0].sample_prompts
+    if prompts is not None and not (isinstance(prompts, list) and all(isinstance(p, str) for p in prompts)):
+        raise MegacompileError(f"{path}: sample_prompts must be a list of texts.")
     if parsed[2].max_length is not None and not 0 < parsed[2].max_length <= _LONGEST:
         raise MegacompileError(f"{path}: max_length {parsed[2].max_length}: give 1 to {_LONGEST:,} tokens.")
     if "per_device_eval_batch_size" not in names:
@@ -568,12 +581,15 @@ def _data(ours: TrainConfig, script: Any, mixture: Any, arguments: Any) -> tuple
     else:
         raise MegacompileError("There is nothing to train on: give data, dataset_name or datasets.")
     text, folder = getattr(arguments, "dataset_text_field", "text"), Path(ours.data or ".").parent
-    train, test = (
-        part
-        if part is None
-        else as_messages(part, text, folder)  # before a split, so that rows keep their numbers
-        for part in (found[script.dataset_train_split], found.get(script.dataset_test_split))
-    )
+    try:
+        train, test = (
+            part
+            if part is None
+            else as_messages(part, text, folder)  # before a split, so that rows keep their numbers
+            for part in (found[script.dataset_train_split], found.get(script.dataset_test_split))
+        )
+    except UnicodeDecodeError as error:
+        raise MegacompileError(f"data: {ours.data} cannot be read: {error}") from error
     if isinstance(train, Dataset) and test is None and mixture.test_split_size:
         parts = train.train_test_split(test_size=mixture.test_split_size, seed=arguments.seed)
         train, test = parts["train"], parts["test"]
@@ -592,7 +608,7 @@ def _broken_line(pattern: str) -> str | None:
             for number, line in enumerate(lines, 1):
                 try:
                     json.loads(line if line.strip() else "{}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     start = max(0, getattr(error, "pos", 0) - _SHOWN)
                     shown = "…" * (start > 0) + line[start : start + 2 * _SHOWN].strip()
                     return f"line {number} of {file.name} is no JSON: {error}, in {shown!r}"
@@ -683,7 +699,7 @@ def _check_template(tokenizer: Any, name: str, path: str | None, assistant_only:
         where = f"chat_template_path: {path}"
         if not Path(path).is_file():
             raise MegacompileError(f"{where} is no file.")
-        template = Path(path).read_text(encoding="utf-8")
+        template = read_text(Path(path))
     elif path is not None:  # of another tokenizer, which TRL reads
         return
     if template is None and assistant_only:
@@ -714,7 +730,7 @@ def _dry_run(path: str, keys: Any, steps: int) -> None:
     """Say what the training would run, and how long it takes, by its trainer, which stops before the first
     step; ``steps`` were made before. Raises what the training would."""
     with tempfile.TemporaryDirectory() as folder:
-        vars(keys[2]).update(output_dir=folder, report_to=[])
+        vars(keys[2]).update(output_dir=folder, report_to=[], disable_tqdm=True)  # nothing cuts the report
         trainer = _built(path, keys)
         programs = trainer.plan()
         if find_ranks().rank == 0:

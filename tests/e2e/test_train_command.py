@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from safetensors.torch import load_file
 
 from megacompile.cli import train
 from megacompile.cli.main import main
+from megacompile.cli.train import TrainConfig, _data, _parse
+from megacompile.cli.train_config import read_config
+from megacompile.errors import MegacompileError
 from tests.e2e.test_trainer import Both
 from tests.support.models import build
 from tests.support.ranks import run_ranks, whole
@@ -300,6 +304,13 @@ def test_a_dry_run_says_what_the_training_will_do(folder: Path, capsys: pytest.C
     assert "10 updates of" in said and "6 batches of evaluation" in said and "128 tokens of samples" in said
 
 
+def test_no_bar_cuts_the_report_of_a_dry_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "config.yaml", *SMALL, "--disable_tqdm", "false", "--dry_run", "true"]) == 0
+    printed = capfd.readouterr()
+    assert re.search(r"^data .*^FITS .*^time ", printed.out, re.MULTILINE | re.DOTALL)
+    assert not re.search(r"0/\d+ \[00:00<\?, \?it/s\]$", printed.err), "a bar that was left open"
+
+
 @pytest.mark.parametrize("flag", ["--use_peft=true", "--optimizer_state=int8"], ids=["LoRA", "int8"])
 def test_a_dry_run_is_of_the_adapters_and_moments_that_are_trained(
     flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -473,6 +484,84 @@ def test_links_in_its_folder_are_not_followed(folder: Path, capsys: pytest.Captu
     train._keep_keys(Path("config.yaml"), [], folder / "out" / "config.yaml")
     assert before.items() <= contents(folder).items()
     assert (folder / "out" / "config.yaml").read_text() == Path("config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("env: {PATH: /tmp}", "env sets 'PATH'"),
+        ("env: {LD_PRELOAD: /tmp/a.so}", "env sets 'LD_PRELOAD'"),
+        ("env: {CC: /tmp/cc}", "env sets 'CC'"),
+        ("env: {PYTHONPATH: /tmp}", "env sets 'PYTHONPATH'"),
+        ("env: {WANDB__EXECUTABLE: /tmp/a}", "env sets 'WANDB__EXECUTABLE'"),
+        ("env: {HF_HOME: [1]}", "HF_HOME must be a text"),
+        ("env: [PATH]", "env must be names and values"),
+        ("learning_rate: .nan", "learning_rate nan cannot be meant"),
+        ("learning_rate: 1.0e+308", "learning_rate 1e+308 cannot be meant"),
+        ("learning_rate: -1", "learning_rate -1 cannot be meant"),
+        ("learning_rate: [1]", "learning_rate is [1]"),
+        (f"per_device_train_batch_size: {2**63}", f"per_device_train_batch_size {2**63} cannot be meant"),
+        ("per_device_train_batch_size: 1.5", "per_device_train_batch_size is 1.5: give a whole number"),
+        ("gradient_accumulation_steps: 0", "gradient_accumulation_steps 0 cannot be meant"),
+        ("sample_tokens: -1", "sample_tokens -1 cannot be meant"),
+        ("adam_beta1: 2.0", "adam_beta1 2.0 cannot be meant"),
+        ("lr_scheduler_kwargs: {a: .nan}", "lr_scheduler_kwargs nan cannot be meant"),
+        ("data: 5", "data is 5, which is no text"),
+        ("method: 5", "method is 5"),
+        ('offload_dir: "a\\0b"', "zero byte"),
+        ("sample_prompts: What?", "sample_prompts must be a list of texts"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("seed: 2024-99-99", "month must be"),
+        ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+        ("# \udcff", "can't decode byte 0xff"),
+    ],
+)
+def test_a_config_is_checked_before_it_is_believed(
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"model_name_or_path: ./model\n{line}\n", errors="surrogateescape")
+    before = dict(os.environ)
+    assert main(["train", str(path)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"megacompile: {path}") and words in said
+    assert {k: v for k, v in os.environ.items() if before.get(k) != v} in (
+        {},
+        {"HF_HUB_DISABLE_TELEMETRY": "1"},
+    )
+
+
+def test_the_environment_that_trainers_need_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_DATASETS_CACHE", "WANDB_PROJECT", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    (tmp_path / "a.yaml").write_text("env: {" + ", ".join(f"{name}: 7" for name in names) + "}\n")
+    read_config(tmp_path / "a.yaml")
+    _parse(trl, tmp_path / "a.yaml", ["--output_dir", str(tmp_path)])
+    assert [os.environ[name] for name in names] == ["7"] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "\xff"}]}\n', "a.jsonl cannot be read"),
+        ("b.jsonl", b'{"messages": ' + b"[" * 100_000, "line 1 of b.jsonl is no JSON"),
+        ("c.jsonl", b'{"messages": NaN}\n', "row 1 is no chat"),
+        ("d.jsonl", b'{"messages": [5]}\n', "row 1 is no chat"),
+        ("e.jsonl", b'{"conversations": [5]}\n', "row 1 is no chat"),
+        ("f.jsonl", b'{"instruction": 5, "output": 6}\n', "row 1 is no chat"),
+        ("g.csv", b"text\n\xff\xfe\n", "g.csv cannot be read"),
+        ("h.txt", b"\xff\xfe\n", "h.txt cannot be read"),
+        ("i.parquet", b"PAR1abc", "i.parquet cannot be read"),
+        ("j.json", b"\xff", "j.json cannot be read"),
+    ],
+)
+def test_damaged_data_is_one_sentence(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    script, arguments = trl.ScriptArguments(), SimpleNamespace(eval_strategy="no", seed=0)
+    with pytest.raises(MegacompileError) as refused:
+        _data(TrainConfig(data=str(tmp_path / name)), script, trl.DatasetMixtureConfig(), arguments)
+    assert words in str(refused.value) and str(refused.value).startswith("data: ")
 
 
 def test_the_example_for_preferences_is_understood(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
