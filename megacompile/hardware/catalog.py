@@ -303,7 +303,7 @@ def check_figures(part: MachineProfile | Machine, what: str) -> None:
 
 
 _MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
-_LEAST, _MOST = 1e-12, 1e24  # of seconds, and of FLOP per second: products of both stay finite
+_LEAST, _MOST = 1e-9, 1e21  # of any figure: beyond, times and bytes are no numbers any more
 
 
 # ------------------------------------------------------------------------------------------------------------

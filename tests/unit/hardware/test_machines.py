@@ -60,6 +60,8 @@ def test_a_machine_file_is_read_back_exactly_and_may_hold_rates_alone(tmp_path: 
     ("change", "named"),
     [
         ({"machine": {"flops": 0}}, "flops"),
+        ({"machine": {"flops": 1e308}}, "flops"),
+        ({"machine": {"memory_bandwidth": 1e-300}}, "memory_bandwidth"),
         ({"machine": {"flops": float("nan")}}, "NaN"),
         ({"machine": {"flops": float("inf")}}, "Infinity"),
         ({"machine": {"flops": "1e15"}}, "flops"),
