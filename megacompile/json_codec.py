@@ -18,7 +18,6 @@ import json
 import math
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megacompile.errors import MegacompileError
@@ -27,7 +26,6 @@ _hints = functools.cache(get_type_hints)
 LATER = "later"
 """In the metadata of a dataclass's last fields: left out where it and those after it have their defaults, so
 that texts, and digests of them, are as before there was such a field."""
-_LONGEST = 1 << 30  # bytes of a file that is read; the manifest of a checkpoint of 100,000 pieces has 100 MB
 
 
 @functools.cache
@@ -40,20 +38,6 @@ def _names(kind: type) -> tuple[str, ...] | None:
 def _later(kind: type) -> dict[str, Any]:
     """The defaults of the fields of a dataclass that are left out where they have them, by their names."""
     return {f.name: f.default for f in fields(kind) if LATER in f.metadata}
-
-
-def read_text(path: Path) -> str:
-    """Read a whole file of UTF-8; :class:`MegacompileError` names one that cannot be read."""
-    try:
-        size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= _LONGEST else None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError, and a path with a null byte
-        raise MegacompileError(f"{path} cannot be read: {error}.") from error
-    if text is None:
-        raise MegacompileError(
-            f"{path} is too large to be one of megacompile's files: it has {size:,} bytes."
-        )
-    return text
 
 
 def parse_json(text: str, what: str, *, finite: bool = True) -> Any:

@@ -22,11 +22,18 @@ def path_of(name: str | os.PathLike[str], what: str = "") -> Path:
     return path
 
 
-def read_text(path: Path, most: int = 1 << 28) -> str:
-    """The text of a file in UTF-8, of ``most`` bytes."""
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; :class:`MegacompileError` names one that cannot be read."""
     try:
-        if path.stat().st_size > most:
-            raise MegacompileError(f"{path} cannot be read: it is larger than {most >> 20} MiB.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= _LONGEST else None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError, and a path with a zero byte
         raise MegacompileError(f"{path} cannot be read: {error}.") from error
+    if text is None:
+        raise MegacompileError(
+            f"{path} is too large to be one of megacompile's files: it has {size:,} bytes."
+        )
+    return text
+
+
+_LONGEST = 1 << 30  # bytes; the manifest of a checkpoint of 100,000 pieces has 100 MB

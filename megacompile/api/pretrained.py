@@ -17,8 +17,9 @@ from megacompile.api.compile import compile
 from megacompile.api.program import Program
 from megacompile.capture.patches import Patch, replaced
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import parse_json, read_text
+from megacompile.json_codec import parse_json
 from megacompile.state.safetensors_io import open_shard
+from megacompile.text_files import read_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Where transformers merges a checkpoint's tensors into one parameter, as the experts of a mixture.

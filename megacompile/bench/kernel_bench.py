@@ -26,11 +26,12 @@ import megacompile.capture.quantized_weights
 import megacompile.capture.sdpa  # noqa: F401  # they declare operators
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import from_plain, parse_json, read_text, to_plain
+from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
 from megacompile.kernels.registry import CALLED, SPECS, Cost, Function, Operation, Shape, normal
 from megacompile.own_files import replace_text, replacing_file
 from megacompile.runtime.call_context import first_line
+from megacompile.text_files import read_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Bench: the operations of all operators, their inputs and gradients.

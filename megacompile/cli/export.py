@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import from_plain, parse_json, read_text
+from megacompile.json_codec import from_plain, parse_json
+from megacompile.text_files import read_text
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import read_text
 from megacompile.planner.search import check_fits
 from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import Plan, plan_table
+from megacompile.text_files import read_text
 from megacompile.units import format_bytes
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from megacompile.errors import MegacompileError
 from megacompile.integrations.image_buckets import Collator, images_by_size
@@ -30,11 +31,14 @@ class _Row(NamedTuple):
     files: str
 
 
-def refuse_cut_images(collator: Any, data: Mapping[str, Any], config: Any, *, workers: int = 0) -> None:
+def refuse_cut_images(
+    collator: Any, data: Mapping[str, Any], config: Any, *, workers: int = 0, shows: bool = False
+) -> None:
     """Raise MegacompileError where the collator's ``max_length`` cuts off image tokens of a row.
 
     ``data`` are data sets by their names; streams are not looked at, nor collators of other kinds.
-    ``config`` is the model's. Each of ``workers`` processes collates rows.
+    ``config`` is the model's. Each of ``workers`` processes collates rows; a progress bar ``shows`` how far
+    they are, as this takes about as long as reading all images once.
     """
     length = getattr(collator, "max_length", None)
     if length is None or not dataclasses.is_dataclass(collator) or not hasattr(collator, "processor"):
@@ -46,7 +50,8 @@ def refuse_cut_images(collator: Any, data: Mapping[str, Any], config: Any, *, wo
             continue
         with images_by_size(whole):
             look = functools.partial(_looked_at, whole, marks)
-            found = enumerate(DataLoader(rows, batch_size=1, num_workers=workers, collate_fn=look))
+            loader = DataLoader(rows, batch_size=1, num_workers=workers, collate_fn=look)
+            found = enumerate(tqdm(loader, f"Image tokens of {name}", unit="rows", disable=not shows))
             cut = [(number, row) for number, row in found if row.up_to_images > length]
         if cut:
             (number, row), more = cut[0], f" and {len(cut) - 1} more" if len(cut) > 1 else ""

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from megacompile.json_codec import from_plain, parse_json, read_text
+from megacompile.json_codec import from_plain, parse_json
 from megacompile.own_files import replace_text, replacing_file
+from megacompile.text_files import read_text
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------

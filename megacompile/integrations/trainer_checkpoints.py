@@ -23,10 +23,11 @@ from transformers.trainer_utils import SaveStrategy
 
 from megacompile.errors import MegacompileError
 from megacompile.integrations.training_arguments import NO_EFFECT
-from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.own_files import make_own_folder
 from megacompile.state.atomic_folder import sync
 from megacompile.state.checkpoint import UNSEALED, read_manifest
+from megacompile.text_files import read_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints of a trainer: the model's files as transformers writes them, and the program's state beside.

@@ -336,7 +336,8 @@ class TokenMixin(Mixin):
             data |= {"eval_dataset": None, **{f"eval_dataset[{n!r}]": rows for n, rows in held_out.items()}}
         config, workers = unwrapped(self.model).config, self.args.dataloader_num_workers
         with same_draws():
-            refuse_cut_images(self.data_collator, data, config, workers=workers)
+            shows = not self.args.disable_tqdm and self.args.process_index == 0
+            refuse_cut_images(self.data_collator, data, config, workers=workers, shows=shows)
 
     @functools.cached_property
     def _longest(self) -> int | None:

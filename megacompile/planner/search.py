@@ -19,7 +19,7 @@ from megacompile.cache_dir import cache_folder
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
-from megacompile.json_codec import from_plain, parse_json, read_text, sealed, unsealed
+from megacompile.json_codec import from_plain, parse_json, sealed, unsealed
 from megacompile.own_files import replace_text
 from megacompile.passes import finish, lower_memory
 from megacompile.planner.bounds import lowest_bytes
@@ -48,6 +48,7 @@ from megacompile.schedule.plan import BlockPlan, Mode, Plan, check_counts
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import step_bytes
+from megacompile.text_files import read_text
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------

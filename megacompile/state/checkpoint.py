@@ -24,13 +24,14 @@ from torch import Tensor
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.distributed.collectives import World
 from megacompile.errors import DiskError, MegacompileError
-from megacompile.json_codec import from_plain, parse_json, read_text, sealed, to_plain, unsealed
+from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.state.atomic_folder import recover, replacing, sync
 from megacompile.state.master_layout import own_part
 from megacompile.state.masters import HostState, Snapshot, rounding_error, shapes_of
 from megacompile.state.moment_formats import CODINGS, Form, array_range, is_coded
 from megacompile.state.safetensors_io import DTYPES, checksum, open_shard, paced, save_shard
 from megacompile.state.torch_optimizer import Foreign
+from megacompile.text_files import read_text
 
 # ------------------------------------------------------------------------------------------------------------
 # Which parameters a checkpoint holds and where a program's parameters lie in them.
