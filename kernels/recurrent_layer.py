@@ -40,7 +40,9 @@ def _order(given: Tensor, reverse: bool) -> list[int]:
 
 
 def _with_bias(given: Tensor, bias: Tensor | None) -> Tensor:
-    return given.clone(memory_format=torch.contiguous_format) if bias is None else given + bias
+    if bias is None:
+        return given.clone(memory_format=torch.contiguous_format)
+    return torch.add(given, bias, out=given.new_empty(given.shape))  # whatever the strides of given
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -164,7 +166,8 @@ def _lstm_backward(
     projection: Tensor | None, output: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
 ) -> Gradients:  # fmt: skip
     width = cell.shape[-1]
-    d_gates, d_hidden, d_cell = torch.empty_like(gates), torch.zeros_like(hidden), d_cell.clone()
+    d_gates, d_hidden = torch.empty_like(gates), hidden.new_zeros(hidden.shape)
+    d_cell = d_cell.clone(memory_format=torch.contiguous_format)
     d_output = grad if projection is None else torch.empty_like(output)
     for t in reversed(_order(gates, reverse)):
         enter, forget, update, leave = gates[t].chunk(4, -1)
@@ -201,7 +204,7 @@ def _gru_backward(
 ) -> Gradients:  # fmt: skip
     width = hidden.shape[-1]
     d_given, d_own = torch.empty_like(gates), torch.empty_like(gates)  # they differ in the part of n alone
-    d_hidden = torch.zeros_like(hidden)
+    d_hidden = hidden.new_zeros(hidden.shape)
     for t in reversed(_order(gates, reverse)):
         reset, update, new = gates[t].chunk(3, -1)
         d_reset, d_update, d_new = d_given[t].chunk(3, -1)
@@ -223,7 +226,7 @@ def _plain_backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, kind: str,
     reverse: bool,
 ) -> Gradients:  # fmt: skip
-    d_given, d_hidden = torch.empty_like(output), torch.zeros_like(hidden)
+    d_given, d_hidden = torch.empty_like(output), hidden.new_zeros(hidden.shape)
     for t in reversed(_order(output, reverse)):
         d_hidden = d_hidden.add_(grad[t])
         if kind == "tanh":

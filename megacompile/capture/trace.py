@@ -777,8 +777,8 @@ class _Forward(nn.Module):
         return tensors
 
     def _wanted(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Where modules are shared, an attribute that is one is export's stand-in, of a class of its own: what
-        # is patched there, the module's other stand-ins have not.
+        # Where modules are shared, an attribute that is one is export's stand-in, of a class of its own: it
+        # is called, so that nodes have its path, and the module's class, which others inherit, is patched.
         model = vars(self)["_modules"]["model"]
         given = kwargs.get("position_ids") is not None
         with (
@@ -800,8 +800,8 @@ class _Forward(nn.Module):
                 replaced(layers),
             ):
                 if isinstance(self._outputs, LossCut):
-                    return self._outputs.forward(model, taken, named)
-                outputs = model(*taken, **named)
+                    return self._outputs.forward(self.model, taken, named)
+                outputs = self.model(*taken, **named)
             if (self._outputs or self._loss_fn) not in (None, all_outputs):
                 vars(self)["returned"] = returned(outputs)
             if self._outputs is not None:

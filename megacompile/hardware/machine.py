@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # each function that measures imports it: who reads datasheets need not wait for it
     import torch
 
-from megacompile.blocks.cpu_products import float32_products
-
 HOST_FLOPS = 2e12  # assumed: what 16 cores of a GPU's host multiply beside its other work
 CPU_FUNCTION = 50e-6  # seconds of a block function on a CPU beside its work
 
@@ -121,6 +119,8 @@ def this_cpu(dtype: torch.dtype) -> Machine:
 
 def _measured(dtype: torch.dtype) -> Machine:
     import torch
+
+    from megacompile.blocks.cpu_products import float32_products
 
     cores = torch.get_num_threads()
     size = 1024

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+_gradient_of: Any = Tensor.grad.__get__  # type: ignore[union-attr]  # one that a program keeps refuses to be read
 
 
 def watch_plain_loop(model: nn.Module) -> RemovableHandle:
@@ -38,7 +40,8 @@ class _Watch:
 
     def __call__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         model = self._model()
-        own = {id(p) for p in model.parameters() if p.grad is not None} if model is not None else set()
+        parameters = model.parameters() if model is not None else ()
+        own = {id(p) for p in parameters if _gradient_of(p) is not None}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
         self.handle.remove()

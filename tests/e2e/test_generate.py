@@ -218,11 +218,9 @@ def test_a_loaded_folder_s_generation_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_a_model_whose_values_are_kept_says_so_and_a_first_call_what_it_needs() -> None:
+def test_a_first_call_needs_no_labels_and_a_model_whose_values_are_kept_says_so() -> None:
     program = compiled(build("llama", layers=2))
-    with pytest.raises(megacompile.ProgramError, match=r"program\.prepare\(batch\)"):
-        program.generate(prompts(), **NEW)
-    program.prepare(batch_for("llama"))
+    assert program.generate(prompts(), **NEW).shape == (2, 17)
     with pytest.raises(megacompile.ProgramError, match=r"evaluate, predict or generate"):
         program.model.generate(prompts(), **NEW)  # type: ignore[operator]
     assert program.generate(prompts(), **NEW).shape == (2, 17)

@@ -572,13 +572,14 @@ class Both(Several):
             super().step()
 
 
-@pytest.mark.parametrize(("norm", "tolerance"), [(1e9, 1e-6), (1.0, 1e-5)], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(("norm", "tolerance"), [(1e9, 1e-6), (1.0, 1e-4)], ids=["unclipped", "clipped"])
 def test_a_list_of_optimizers_trains_as_its_members_do_upstream(
     norm: float, tolerance: float, tmp_path: Path
 ) -> None:
     """Over micro-batches, by a schedule. Upstream takes one optimizer: one that has each of them step. Two
     norms that are summed in another order clip by factors that differ in their last bit, and Muon's
-    iteration, in bfloat16, makes a rounding of that in single elements."""
+    iteration, in bfloat16, makes a rounding of that in single elements: 1.5e-5 of a later norm on a Xeon with
+    AMX, less on an EPYC."""
     both = []
     for kind in (Trainer, transformers.Trainer):
         model = build("llama", layers=1)

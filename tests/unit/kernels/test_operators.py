@@ -43,7 +43,7 @@ def recurrent(kind: str, gates: int, *, reverse: bool) -> Case:
         given, hidden, *weights = inputs
         return given, hidden, None, *weights, None, kind, reverse
 
-    shapes = (4, 2, gates * 3), (2, 3), (gates * 3, 3), (gates * 3,)
+    shapes = (4, 3, gates * 2), (3, 2), (gates * 2, 2), (gates * 2,)
     return Case(lambda *x: ops.recurrent_layer(*arguments(*x)), shapes, arguments, "recurrent_layer")
 
 
@@ -75,7 +75,7 @@ OPERATORS = {
         "mamba2_chunk_scan", (1, 3, 4, 3), (1, 3, 4), (4,), (1, 3, 2, 2), (1, 3, 2, 2), (4,)
     ),
     "recurrent_layer lstm": case(
-        "recurrent_layer", (4, 2, 12), (2, 2), (2, 3), (12, 2), (12,), (2, 3), rest=("lstm", True)
+        "recurrent_layer", (4, 3, 20), (3, 2), (3, 5), (20, 2), (20,), (2, 5), rest=("lstm", True)
     ),
     "recurrent_layer gru": recurrent("gru", 3, reverse=False),
     "recurrent_layer tanh": recurrent("tanh", 1, reverse=True),
