@@ -237,11 +237,12 @@ def compile(
         given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
         entries as it needs; the rest is for ``loss_fn``. A criterion of torch, such as
         ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``, is called with the outputs and that rest: on a batch
-        ``(x, y)`` it gives ``loss_fn(model(x), y)``. So is a function that cannot take the whole batch, if
-        its second parameter is named as targets are (``target``, ``labels``, ``y``) or annotated as a tensor,
-        or if it needs three or more arguments. An attribute ``inputs`` of ``loss_fn`` names entries of
-        a dict that only ``loss_fn`` is given. Batches of varying length share programs where it ignores
-        padding: labels of -100, or what ``attention_mask`` hides. It is called on random outputs to find out.
+        ``(x, y)`` it gives ``loss_fn(model(x), y)``. So is a module of your own, and a function whose second
+        parameter is named as targets are (``target``, ``labels``, ``y``) or annotated as a tensor, or that
+        needs three or more arguments; one whose second parameter is named ``batch`` gets the whole batch. An
+        attribute ``inputs`` of ``loss_fn`` names entries of a dict that only ``loss_fn`` is given. Batches of
+        varying length share programs where it ignores padding: labels of -100, or what ``attention_mask``
+        hides. It is called on random outputs to find out.
     device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is one.
     on_nonfinite: what becomes of an update whose loss or gradient is not finite: "skip" leaves it out,
         "raise" is an error; both leave all state as it was. None: as in plain PyTorch where the gradient is

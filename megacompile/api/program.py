@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from megacompile.api.pipeline import Compiled, Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
 from megacompile.api.rollout import DeviceWeights, Rollout
-from megacompile.api.session import LossOfOutputs, Session
+from megacompile.api.session import CLOSED, LossOfOutputs, Session
 from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.memory_meter import StorageMeter
@@ -444,7 +443,8 @@ class Program:
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read.
 
-        The next program that is compiled for the model takes its values from this one.
+        The model keeps them, also where nobody knows the program any more: the next one that is compiled for
+        it takes its values from there.
         """
         session = self._session
         lost: DeviceLostError | None = None
@@ -456,9 +456,8 @@ class Program:
         session.close()
         self.world.disconnect()
         self._closed = True
-        session.refuse_training(session.inconsistent or _CLOSED)
-        give_up = weakref.WeakMethod(self._give_up)  # a program that is dropped is not kept by this
-        session.values.given_up_by(lambda optimizer: (give_up() or (lambda _: None))(optimizer))
+        session.refuse_training(session.inconsistent or CLOSED)
+        session.values.given_up_by(session.hand_over)
         try:
             session.finish_saving()
         finally:
@@ -511,19 +510,8 @@ class Program:
         raise ProgramError("A program cannot be pickled: save program.state_dict() instead.")
 
     def _give_up(self, optimizer: Any) -> None:
-        """Release the model to another program, which updates by ``optimizer``."""
-        if self._session.inconsistent not in ("", _CLOSED):
-            raise ProgramError(self._session.inconsistent)
-        if self._closed and self._session.calls and self._session.updates_by(optimizer):
-            warnings.warn(
-                "The moments of this optimizer went with the closed program that held them, and start from "
-                "zero: program.save before, and load after, carry them over.",
-                stacklevel=5,
-            )
-        self.release()
-        self._session.refuse_training(
-            "Another program has taken over the model of this one: use that one, or make another trainer."
-        )
+        self.close()
+        self._session.hand_over(optimizer)
 
     def _described_update(self) -> dict[str, Any]:
         """Describe what all ranks must have alike to update by what waits; refused where nothing does."""
@@ -1076,9 +1064,6 @@ class Program:
             page_locked_bytes=runtime.device.page_locked_bytes() if runtime else 0,
             staged_bytes=runtime.device.staged_bytes() if runtime else 0,
         )
-
-
-_CLOSED = "The program was closed: compile the model again to train on."
 
 
 def _outputs_for(loss: LossOfOutputs | None, outputs: OutputsFn | None) -> OutputsFn | None:

@@ -211,6 +211,7 @@ def _ranked(tried: Sequence[Tried]) -> list[Tried]:
 # runs. The first program allocates the state and takes over the model's values; all later ones share both.
 
 
+CLOSED = "The program was closed: compile the model again to train on."
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells
 
 
@@ -434,6 +435,22 @@ class Session:
         self._plain_loop.remove()
         if self.runtime is not None:
             self.runtime.close()
+
+    def hand_over(self, optimizer: Any) -> None:
+        """Release the model of a closed program to another one, which updates by ``optimizer``."""
+        if self.inconsistent not in ("", CLOSED):
+            raise ProgramError(self.inconsistent)
+        if self.calls and self.updates_by(optimizer):
+            warnings.warn(
+                "The moments of this optimizer went with the closed program that held them, and start from "
+                "zero: program.save before, and load after, carry them over.",
+                stacklevel=5,
+            )
+        with self.world.together():
+            self.release()
+        self.refuse_training(
+            "Another program has taken over the model of this one: use that one, or make another trainer."
+        )
 
     def release(self) -> None:
         """Leave the values to the model alone, and free the state."""

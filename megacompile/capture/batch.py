@@ -26,7 +26,12 @@ from megacompile.graph.sequence_dimension import is_padded_right
 
 LossFn = Callable[..., Tensor]
 CALLED = "loss_fn was called with"  # how a note begins on what a loss_fn raised
+_WHOLE = "name its second parameter batch to get the whole batch"
+_PART = (
+    "take from the batch what it needs, or name its second parameter target to get what the forward leaves"
+)
 _TARGET = re.compile("target|label|true|truth|^(y|t|gt|expected|reference)$")  # names of targets
+_TORCHS = (nn.modules.loss._Loss, nn.TripletMarginWithDistanceLoss, nn.AdaptiveLogSoftmaxWithLoss)
 
 
 def divides(kwargs: dict[str, Any], loss_fn: LossFn | None, outputs: OutputsFn | None) -> bool:
@@ -70,73 +75,75 @@ def divide(
 def apply_loss(
     loss_fn: LossFn, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rest: tuple[Any, ...]
 ) -> Tensor:
-    """The loss by a function of (outputs, batch) or of outputs and targets, or by a criterion of outputs and
-    ``rest``."""
-    if not _is_criterion(loss_fn):
-        loss = _call(loss_fn, outputs, given_batch(args, kwargs), _targets(loss_fn, kwargs, rest))
-    elif rest:
-        loss = loss_fn(outputs, *rest)
+    """The loss by a function of (outputs, batch), or by a criterion of outputs and ``rest``, what the forward
+    leaves of the batch; the signature decides, and a note on what the loss raises says how it was called."""
+    targets, named = _targets(loss_fn, kwargs, rest)
+    if targets is None:
+        batch = given_batch(args, kwargs)
+        given, kind = (batch,), f"the batch, {_kind(batch)}"
+        advice = _PART
     else:
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise MegacompileError(
-            f"loss_fn is a criterion of torch ({name}), which is called with the outputs and what the "
-            "forward does not take of the batch, and the forward takes all: give a function of (outputs, "
-            "batch)."
-        )
+        given, kind = targets, " and ".join(map(_kind, (*targets, *named.values())))
+        kind, advice = f"what the forward leaves of the batch, {kind}", _WHOLE
+    try:
+        loss = loss_fn(outputs, *given, **named)
+    except Exception as error:
+        error.add_note(f"{CALLED} the outputs, {_kind(outputs)}, and {kind}: {advice}")
+        raise
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise CaptureError(f"loss_fn returned {_kind(loss)}: it must return one number, as a tensor.")
     return _real(loss)
 
 
-def _is_criterion(loss_fn: LossFn) -> bool:
-    """Return whether a loss is one of outputs and targets: a module, or a function of torch's."""
+def _targets(
+    loss_fn: LossFn, kwargs: dict[str, Any], rest: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+    """What a criterion takes beside the outputs: entries of a dict by its names for them, else ``rest``. None
+    for a function of (outputs, batch)."""
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    return isinstance(function, nn.Module) or getattr(function, "__module__", "") == F.__name__
-
-
-def _call(loss_fn: LossFn, outputs: Any, batch: Any, targets: tuple[Any, ...] | None) -> Any:
-    """Call a function with outputs and batch; where it cannot take that batch, with outputs and ``targets``.
-
-    A note on what it raises says how it was called. What computes a loss of a whole batch keeps getting it,
-    whatever its parameters are named.
-    """
-    try:
-        return loss_fn(outputs, batch)
-    except Exception as error:
-        if targets is None or not isinstance(error, (TypeError, AttributeError, KeyError)):
-            error.add_note(
-                f"{CALLED} the outputs, {_kind(outputs)}, and the batch, {_kind(batch)}: take from the batch "
-                "what it needs, or name its second parameter target to get what the forward does not take"
+    if isinstance(function, _TORCHS) or getattr(function, "__module__", "") == F.__name__:
+        if not rest:
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise MegacompileError(
+                f"loss_fn is a criterion of torch ({name}), which is called with the outputs and what the "
+                "forward does not take of the batch, and the forward takes all: give a function of (outputs, "
+                "batch)."
             )
-            raise
-    try:
-        return loss_fn(outputs, *targets)
-    except Exception as error:
-        error.add_note(
-            f"{CALLED} the outputs, {_kind(outputs)}, and what the forward does not take of the batch, "
-            f"{' and '.join(map(_kind, targets))}: name its second parameter batch to get the whole batch"
-        )
-        raise
+        return rest, {}
+    others = _after_outputs(function.forward if isinstance(function, nn.Module) else loss_fn)
+    needed = {p.name for p in others if p.default is p.empty}
+    if not (rest and others and _takes_targets(others, len(needed), module=isinstance(function, nn.Module))):
+        return None, {}
+    own = {p.name for p in others if any(kwargs.get(p.name) is value for value in rest)}
+    if kwargs and needed and needed <= kwargs.keys():
+        return (), {name: kwargs[name] for name in sorted(needed | own)}
+    in_order = [p for p in others if p.kind is not p.KEYWORD_ONLY]
+    fits = needed <= {p.name for p in in_order[: len(rest)]} and len(rest) <= len(in_order)
+    if fits and (len(rest) == 1 or not kwargs):  # several of a dict have no order
+        return rest, {}
+    raise MegacompileError(
+        f"loss_fn takes {', '.join(p.name for p in others)} beside the outputs, and the forward leaves "
+        f"{len(rest)} of the batch's entries: take as many, in their order or by their names in a dict, or "
+        "name its second parameter batch to get the whole batch."
+    )
 
 
-def _targets(loss_fn: LossFn, kwargs: dict[str, Any], rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a function takes beside the outputs if its signature is that of a criterion: entries of
-    ``kwargs`` by its names for them, else ``rest``. None: it may only be one of (outputs, batch)."""
+def _after_outputs(function: Any) -> list[inspect.Parameter]:
+    """The named parameters of a loss beside the outputs; none where nothing is known of them."""
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())[1:]
     except (TypeError, ValueError):  # of a function that is not written in Python
-        return None
-    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = sum(p.default is p.empty for p in taken)
-    if not rest or not needed <= 1 + len(rest) <= len(taken):
-        return None
-    second, names = taken[1], [p.name for p in taken[1 : 1 + len(rest)]]
+        return []
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _takes_targets(others: Sequence[inspect.Parameter], needed: int, *, module: bool) -> bool:
+    """Return whether a loss with these parameters beside the outputs is a criterion, by their names."""
+    second = others[0]
+    if "batch" in second.name:
+        return False
     named = _TARGET.search(second.name) or second.annotation in (Tensor, "Tensor", "torch.Tensor")
-    if needed < 3 and not named:
-        return None
-    if kwargs.keys() >= set(names):
-        return tuple(kwargs[name] for name in names)
-    return rest if len(rest) == 1 or not kwargs else None  # several of a dict have no order
+    return bool(named) or needed > 1 or module
 
 
 def find_loss(outputs: Any) -> Tensor:

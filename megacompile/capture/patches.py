@@ -316,6 +316,7 @@ _OURS: tuple[Patch, ...] = (
     Patch(
         nn.SyncBatchNorm, "forward", changed_buffers.sync_batch_norm, "a program of one rank has one batch"
     ),
+    Patch(nn.RNNBase, "check_input", recurrent.check_input, "a batch's floats may come in float32"),
     Patch(torch._VF, "lstm", recurrent.lstm, _UNROLLED),
     Patch(torch._VF, "gru", recurrent.without_cells("gru"), _UNROLLED),
     Patch(torch._VF, "rnn_tanh", recurrent.without_cells("tanh"), _UNROLLED),

@@ -43,6 +43,11 @@ def without_cells(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
+def check_input(theirs: Any, layer: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
+    """``nn.RNNBase.check_input``, for an input that is cast to the weights' dtype, as of any product."""
+    theirs(layer, input.to(layer._flat_weights[0].dtype), batch_sizes)
+
+
 def _refuse_packed(hx: Any, weights: Any) -> None:
     """``torch._VF`` takes packed data as (data, batch sizes, hx, ...)."""
     if isinstance(weights, Tensor) or (isinstance(weights, tuple) and isinstance(hx, Tensor)):
@@ -77,8 +82,8 @@ def _layers(
             given = F.linear(x, own[0], own[2] if has_biases else None)
             output, cell = recurrent_layer(
                 given,
-                hidden[index],
-                None if cells is None else cells[index],
+                hidden[index].to(given.dtype),  # states of a batch, or zeros, may come in float32
+                None if cells is None else cells[index].to(given.dtype),
                 own[1],
                 own[3] if has_biases else None,
                 own[-1] if projected else None,

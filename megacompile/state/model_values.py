@@ -369,7 +369,7 @@ def _refuse_values() -> NoReturn:
 
 
 def _owner_of(parameter: Tensor) -> Owner | None:
-    owner: weakref.ref[Owner] | None = vars(parameter).get("_owner")
+    owner: Callable[[], Owner | None] | None = vars(parameter).get("_owner")
     return None if owner is None else owner()
 
 
@@ -482,9 +482,11 @@ class ModelValues:
         self.lending, self._gives_up = lending, give_up
 
     def given_up_by(self, give_up: Callable[[Any], None]) -> None:
-        """Have ``give_up`` end the program, where another one, with the optimizer that it is given, is to
-        have the model."""
-        self._gives_up = self._gives_up or give_up
+        """Have ``give_up`` hand the values over to another program, with the optimizer that it is given. The
+        model keeps them until then, so that they are not lost with the program that is over."""
+        self._gives_up = give_up
+        for parameter in self._named.values() if self._owns else ():
+            vars(parameter)["_owner"] = lambda: self
 
     def give_up(self, optimizer: Any) -> None:
         """Leave the values to the model, where :meth:`given_up_by` says how."""

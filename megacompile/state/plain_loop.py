@@ -20,9 +20,7 @@ def watch_plain_loop(model: nn.Module) -> RemovableHandle:
 
     The handle that it returns ends this; a program removes it when it takes the model over.
     """
-    watch = _Watch(weakref.ref(model))
-    watch.handle = register_optimizer_step_pre_hook(watch)
-    return watch.handle
+    return register_optimizer_step_pre_hook(_Watch(weakref.ref(model)))
 
 
 def foreign_hooks(hooks: Iterable[Any]) -> bool:
@@ -33,18 +31,17 @@ def foreign_hooks(hooks: Iterable[Any]) -> bool:
 class _Watch:
     """The hook, which torch calls before the step of any optimizer."""
 
-    handle: RemovableHandle
-
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
         self._model = model
+        self._told = False  # not removed then: torch walks over the hooks
 
     def __call__(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         model = self._model()
-        parameters = model.parameters() if model is not None else ()
+        parameters = model.parameters() if model is not None and not self._told else ()
         own = {id(p) for p in parameters if _gradient_of(p) is not None}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
-        self.handle.remove()
+        self._told = True
         warnings.warn(
             f"This step of {type(optimizer).__name__} trains the model in plain PyTorch, without the memory "
             "budget of its megacompile program, which has run nothing yet: call program.train_step(batch) in "

@@ -202,3 +202,25 @@ def test_recurrent_layers_are_an_operator_for_each_direction(cell: type[nn.RNNBa
     program.train_step(batches[0].bfloat16())
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
     program.close()
+
+
+class FromZero(nn.Module):
+    """A recurrent layer whose first state is made in the forward."""
+
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.head = cell(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = torch.zeros(1, x.shape[1], 8)
+        state = (zeros, zeros) if isinstance(self.rnn, nn.LSTM) else zeros
+        return self.head(self.rnn(x, state)[0]).square().mean()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_what_a_recurrent_layer_is_given_may_be_float32_in_a_bf16_program(cell: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model, x = FromZero(cell), torch.randn(5, 3, 6)
+    expected = float(model(x))
+    with megacompile.compile(model, "1GB", optimizer=torch.optim.AdamW(model.parameters())) as program:
+        assert float(program.train_step(x).loss) == pytest.approx(expected, rel=0.05)

@@ -46,8 +46,19 @@ def of_target(prediction: Tensor, target: Tensor) -> Tensor:
     return torch.sum(-target * torch.log_softmax(prediction, -1), -1).mean()
 
 
-def named_as_a_target(prediction: Any, y: Any) -> Tensor:
-    return F.cross_entropy(prediction, y[1])
+def of_its_entries(prediction: Any, labels: Any) -> Tensor:
+    """Works on a whole batch, too, and on other numbers."""
+    return sum((p - y).square().sum() for p, y in zip(prediction, labels, strict=False)) / len(labels)
+
+
+class OfWhole(nn.Module):
+    def forward(self, out: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(out, batch[1])
+
+
+class OfTarget(nn.Module):
+    def forward(self, out: Tensor, of: Tensor) -> Tensor:
+        return F.cross_entropy(out, of)
 
 
 def annotated(a: Tensor, b: Tensor) -> Tensor:
@@ -117,7 +128,16 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacom
         (Predicts, annotated, (X, SOFT), lambda m: annotated(m(X), SOFT)),
         (Predicts, weighted, (X, Y, SOFT[0]), lambda m: weighted(m(X), Y, SOFT[0])),
         (Predicts, weighted, {"weights": SOFT[0], "x": X, "y": Y}, lambda m: weighted(m(X), Y, SOFT[0])),
-        (Predicts, named_as_a_target, (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (Predicts, of_its_entries, (X, SOFT), lambda m: of_its_entries(m(X), SOFT)),
+        (Predicts, OfWhole(), (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (Predicts, OfTarget(), (X, Y), lambda m: F.cross_entropy(m(X), Y)),
+        (Predicts, of_target, {"x": X, "target": SOFT, "id": Y}, lambda m: of_target(m(X), SOFT)),
+        (
+            Predicts,
+            lambda out, *, y: F.cross_entropy(out, y),
+            {"x": X, "y": Y},
+            lambda m: F.cross_entropy(m(X), Y),
+        ),
         (Rebuilds, of_target, X, lambda m: of_target(m(X), X)),
     ],
 )
@@ -177,9 +197,9 @@ def test_pairs_of_a_data_loader_train() -> None:
         (Predicts, lambda out, batch: F.cross_entropy(out, batch[2]), (X, Y), "IndexError.* a tuple of 2"),
         (
             Predicts,
-            lambda out, target: out.sub(target[2]).mean(),
+            lambda out, target: out.sub(target[9]).mean(),
             (X, SOFT),
-            "IndexError.* the batch, a tuple of 2",
+            "IndexError.* leaves of the batch, a tensor of shape .*name its second parameter batch",
         ),
         (Predicts, lambda out, batch: out.mean() + batch["z"].mean(), {"x": X, "y": Y}, "KeyError.* a dict"),
         (
@@ -188,12 +208,13 @@ def test_pairs_of_a_data_loader_train() -> None:
             (X, X),
             r"^loss_fn cannot be captured .* a tensor of shape \(6, 8\): name its second parameter batch",
         ),
-        (Predicts, of_target, (X, SOFT, Y), "TypeError.* a tuple of 3: take from the batch"),
+        (Predicts, of_target, (X, SOFT, Y), "loss_fn takes target beside .* leaves 2 of the batch's entries"),
+        (Predicts, nn.MSELoss(), (X, SOFT, SOFT), "^loss_fn fails.* 4 were given.* leaves of the batch"),
         (
             Predicts,
             lambda out, up, down: F.mse_loss(out, up) - F.mse_loss(out, down),
             {"x": X, "y": SOFT, "z": SOFT},
-            "TypeError: .*missing 1 required positional argument: 'down'",
+            "loss_fn takes up, down beside the outputs, and the forward leaves 2",
         ),
     ],
 )
