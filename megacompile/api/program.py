@@ -944,6 +944,7 @@ class Program:
                 raise
             try:
                 self.prepare(batch, outputs=all_outputs)
+                self._session.laid_out_for_forwards = True
             except MegacompileError:
                 raise ProgramError(
                     "Nothing is compiled yet, and no training program can be compiled for the batch that "

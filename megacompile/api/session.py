@@ -252,6 +252,7 @@ class Session:
         self.unreported: list[StepResults] = []  # steps whose gradient norm was not there yet
         self.saving: BackgroundSave | None = None  # the last one
         self.outside: OutsideLoss | None = None  # of the last run
+        self.laid_out_for_forwards = False  # by a program that no training asked for
 
     def updates_by(self, optimizer: Any) -> bool:
         """Return whether an optimizer, or one of several, is one of this training's own."""
@@ -304,7 +305,9 @@ class Session:
         if self.planning is not None:
             return self._planned(self.planning, batch, mode, resumed)
         if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
-            self._tell_of_another(batch)
+            if not self.laid_out_for_forwards:
+                self._tell_of_another(batch)
+            self.laid_out_for_forwards = False
         if self.runtime is None:
             scheduled = self._first_program(batch, mode, resumed)
             self._take_over(scheduled)

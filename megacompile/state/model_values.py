@@ -159,8 +159,9 @@ class _LentParameter(nn.Parameter):
         if caller == "_apply":  # a module's: nothing to do
             return
         raise ProgramError(
-            "This parameter belongs to a megacompile program, which keeps its gradients: give "
-            "megacompile.compile max_grad_norm to clip them, and read grad_norm of what a step returns."
+            "This parameter belongs to a megacompile program, which keeps its gradients: update by "
+            "program.train_step or optimizer_step, give megacompile.compile max_grad_norm to clip them, and "
+            "read grad_norm of what a step returns."
         )
 
     @grad.setter
@@ -363,8 +364,8 @@ def _lend_own(module: nn.Module, *given: Any) -> None:
 def _refuse_values() -> NoReturn:
     raise ProgramError(
         "This parameter belongs to a megacompile program and holds no values: read them from "
-        "program.state_dict, set them by program.load_state_dict, or, to move, cast or compute with them, "
-        "call program.sync_to(model) first."
+        "program.state_dict, set them by program.load_state_dict, compute with copy.deepcopy(model), which "
+        "has the values of now, or, to move or cast them, call program.sync_to(model) first."
     )
 
 
