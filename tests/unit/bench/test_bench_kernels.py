@@ -194,6 +194,7 @@ def test_a_plan_gives_shapes_and_calls(plan: Path) -> None:
 
 @no_gpu
 def test_without_a_gpu_nothing_is_timed(capsys: pytest.CaptureFixture[str], plan: Path) -> None:
+    assert main(["bench", "kernels"]) == 0
     assert main(["bench", "kernels", "--plan", str(plan)]) == 1
     out, err = capsys.readouterr()
     assert "no GPU here" in err and "| attention_forward_kernel |" in out and "sm_120" in out
