@@ -14,7 +14,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; workers and our own threads share the cores
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.support import processes
@@ -26,6 +26,7 @@ from tests.support.slow import mark_slow
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", _COMMON, derandomize=True)
 settings.register_profile("explore", _COMMON)
+settings.register_profile("unshrunk", _COMMON, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("repeatable")
 # It draws the constants of imported modules too, which are others after other tests in the same process.
 providers._get_local_constants = lambda: providers._local_constants
