@@ -9,7 +9,7 @@ from typing import Any
 
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json
-from megacompile.text_files import read_text
+from megacompile.text_files import path_of, read_text
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def run_export(options: argparse.Namespace) -> int:
         raise MegacompileError(text) from error
     from megacompile.state.model_export import describe, export_model, saved_tensors
 
-    checkpoint, folder = _checkpoint(Path(options.source).expanduser()), Path(options.folder).expanduser()
+    checkpoint, folder = _checkpoint(path_of(options.source)), path_of(options.folder)
     state = check_checkpoint(checkpoint)
     adapters = (checkpoint / "adapter_config.json").is_file()
     if adapters != (options.merge is not None):

@@ -11,14 +11,14 @@ from megacompile.planner.search import check_fits
 from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import Plan, plan_table
-from megacompile.text_files import read_text
+from megacompile.text_files import path_of, read_text
 from megacompile.units import format_bytes
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print the plan of a dump and write its page."""
-    schedule = read_schedule(Path(options.dump).expanduser())
-    page = Path(options.output or Path(options.dump).expanduser().stem + ".html")
+    schedule = read_schedule(path_of(options.dump))
+    page = Path(options.output or path_of(options.dump).stem + ".html")
     print(f"{schedule.title}\n")
     print(
         f"predicted {schedule.predicted_seconds:.4g} s per step on {schedule.machine.name}, "
@@ -37,7 +37,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Print what changed; 1 where something did, as ``diff`` has it."""
-    a, b = (_read_either(Path(name).expanduser()) for name in (options.first, options.second))
+    a, b = (_read_either(path_of(name)) for name in (options.first, options.second))
     if isinstance(a, Schedule) and isinstance(b, Schedule):
         text = diff_schedules(a, b)
     else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megacompile.errors import MegacompileError
+from megacompile.text_files import path_of
 
 _EXAMPLE = """\
 # Run: megacompile train {name}      Look first: megacompile train {name} --dry_run true
@@ -66,7 +66,7 @@ _DATA = {
 
 def run_new(options: argparse.Namespace) -> int:
     """Write a commented example; 2 where the file exists."""
-    path = Path(options.file).expanduser()
+    path = path_of(options.file)
     rate = {"sft": "1.0e-5", "dpo": "1.0e-6"}[options.method]
     try:
         with path.open("x") as file:

@@ -74,6 +74,8 @@ def check_values(path: Path, parsed: Iterable[Any]) -> None:
             kinds = _kinds(hints[field.name])
             if kinds <= {int, float} and not (value is None or type(value) in (int, float)):
                 raise MegacompileError(f"{path}: {field.name} is {value!r:.40}, which is no number.")
+            if kinds == {bool} and not isinstance(value, (bool, NoneType)):
+                raise MegacompileError(f"{path}: {field.name} is {value!r:.40}: give true or false.")
             if kinds == {int} and isinstance(value, float):
                 raise MegacompileError(f"{path}: {field.name} is {value!r}: give a whole number.")
             if kinds == {str} and field.name not in _BUDGETS and not isinstance(value, (str, NoneType)):

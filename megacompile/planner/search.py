@@ -48,7 +48,7 @@ from megacompile.schedule.plan import BlockPlan, Mode, Plan, check_counts
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import step_bytes
-from megacompile.text_files import read_text
+from megacompile.text_files import path_of, read_text
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def chosen_planner(planner: str | Planner, plan: Plan | str | Path | None) -> Pl
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file that ``dump=`` or ``Plan.to_json`` wrote."""
-    path = Path(path).expanduser()
+    path = path_of(path, "plan")
     return Plan.from_json(read_text(path), str(path))
 
 

@@ -26,6 +26,7 @@ from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.own_files import make_own_folder, refuse_link
 from megacompile.printable import printable
 from megacompile.state.host_arena import HostArena
+from megacompile.text_files import path_of
 from megacompile.units import format_bytes
 
 # ------------------------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ _NUMBERS = itertools.count()  # of the files of this process, each a program's
 
 def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Absolute paths, or :class:`MegacompileError` for one that is missing or named twice."""
-    folders = [Path(d).expanduser().resolve() for d in directories]
+    folders = [path_of(d, "offload_dir").resolve() for d in directories]
     for given, folder in zip(directories, folders, strict=True):
         if not folder.is_dir():
             raise MegacompileError(f"offload_dir={os.fspath(given)!r} is no directory: make it first.")

@@ -507,6 +507,7 @@ def test_links_in_its_folder_are_not_followed(folder: Path, capsys: pytest.Captu
         ("adam_beta1: 2.0", "adam_beta1 2.0 cannot be meant"),
         ("lr_scheduler_kwargs: {a: .nan}", "lr_scheduler_kwargs nan cannot be meant"),
         ("data: 5", "data is 5, which is no text"),
+        ("bf16: 5", "bf16 is 5: give true or false"),
         ("method: 5", "method is 5"),
         ('offload_dir: "a\\0b"', "zero byte"),
         ("sample_prompts: What?", "sample_prompts must be a list of texts"),

@@ -579,6 +579,11 @@ TWO = ["plan", "--model", "llama-3.1-8b", "--machine", "h200", "--gpus", "2"]
         ([*_TO_PLAN, "--host-budget", "1e-30GB"], "no budget"),
         ([*_TO_PLAN, "--sweep", "batch", "--values", f"1,{2**62}"], "from 1 to"),
         (["plan", "--model", "~no-such-user/x", "--machine", "h200"], "no path"),
+        (["inspect", "~no-such-user/x"], "no path"),
+        (["diff", "~no-such-user/x", "a"], "no path"),
+        (["export", "~no-such-user/x", "a"], "no path"),
+        (["new", "~no-such-user/x"], "no path"),
+        (["bench", "nvme", "--dir", "~no-such-user/x"], "no path"),
         (["plan", "--model", "x" * 5000, "--machine", "h200"], "no path"),
     ],
 )
