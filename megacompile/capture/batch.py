@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.fingerprint import ModelSettings, model_settings
+from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.graph.captured import OutputsFn, all_outputs
 from megacompile.graph.sequence_dimension import is_padded_right
@@ -101,6 +102,8 @@ def _targets(
     """What a criterion takes beside the outputs: entries of a dict by its names for them, else ``rest``. None
     for a function of (outputs, batch)."""
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    module = isinstance(function, nn.Module)
+    function = unwrapped(function) if isinstance(function, nn.Module) else function
     if isinstance(function, _TORCHS) or getattr(function, "__module__", "") == F.__name__:
         if not rest:
             name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
@@ -111,8 +114,10 @@ def _targets(
             )
         return rest, {}
     others = _after_outputs(function.forward if isinstance(function, nn.Module) else loss_fn)
+    if rest and module and not others:  # it takes whatever it is given
+        return rest, {}
     needed = {p.name for p in others if p.default is p.empty}
-    if not (rest and others and _takes_targets(others, len(needed), module=isinstance(function, nn.Module))):
+    if not (rest and others and _takes_targets(others, len(needed), module=module)):
         return None, {}
     own = {p.name for p in others if any(kwargs.get(p.name) is value for value in rest)}
     if kwargs and needed and needed <= kwargs.keys():
