@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -443,8 +444,7 @@ class Program:
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read.
 
-        The model keeps them, also where nobody knows the program any more: the next one that is compiled for
-        it takes its values from there.
+        The next program that is compiled for the model takes its values from this one, while that is there.
         """
         session = self._session
         lost: DeviceLostError | None = None
@@ -457,7 +457,8 @@ class Program:
         self.world.disconnect()
         self._closed = True
         session.refuse_training(session.inconsistent or CLOSED)
-        session.values.given_up_by(session.hand_over)
+        hand_over = weakref.WeakMethod(session.hand_over)  # a program that is dropped is not kept by this
+        session.values.given_up_by(lambda optimizer: (hand_over() or (lambda _: None))(optimizer))
         try:
             session.finish_saving()
         finally:
