@@ -342,13 +342,6 @@ def by_hand(rank: int, size: int, folder: Path) -> list[Tensor]:
     with compiled("plain", options, seed=max(0, rank)) as program:
         with raising(megacompile.ProgramError, "No gradient is waiting"):
             program.optimizer_step()
-        for drops in ([0, 1], [0]) if rank >= 0 else ():  # on all ranks, and on one alone
-            program.forward_backward(batches("plain", 7, ranks))
-            if rank in drops:
-                program.model.zero_grad()
-            with raising(megacompile.MegacompileError):  # of the gradient, or of unlike calls
-                program.optimizer_step()
-            program.drop_gradients()
         for step in range(2):
             out = program.forward_backward(batches("plain", step, ranks), weight=1 / size)
             found.append(torch.stack([out.loss, *out.losses]))
