@@ -342,6 +342,15 @@ def by_hand(rank: int, size: int, folder: Path) -> list[Tensor]:
     with compiled("plain", options, seed=max(0, rank)) as program:
         with raising(megacompile.ProgramError, "No gradient is waiting"):
             program.optimizer_step()
+        everywhere = ([0, 1], megacompile.ProgramError, "No gradient is waiting")
+        on_one = ([0], megacompile.MegacompileError, "Rank 0 called zero_grad")  # which all ranks hear
+        for drops, kind, said in (everywhere, on_one) if rank >= 0 else ():
+            program.forward_backward(batches("plain", 7, ranks))
+            if rank in drops:
+                program.model.zero_grad()
+            with raising(kind, said):
+                program.optimizer_step()
+            program.drop_gradients()
         for step in range(2):
             out = program.forward_backward(batches("plain", step, ranks), weight=1 / size)
             found.append(torch.stack([out.loss, *out.losses]))
