@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, contextlib.__file__)
+import torch
+
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,  # model.zero_grad() comes from there
+    contextlib.__file__,
+)
 DIGEST_BYTES = 8
 
 
@@ -32,7 +38,7 @@ class Call:
 
 
 def line_of_user() -> str:
-    """Return the file and line that called into this package."""
+    """Return the file and line of the user that called into this package, by torch too."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
         frame = frame.f_back
