@@ -35,8 +35,9 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from megacompile.api.pipeline import Compiler, Frontend
-    from megacompile.api.settings import DeviceRoom
+    from megacompile.api.device_budget import DeviceRoom
+    from megacompile.api.frontend import Frontend
+    from megacompile.api.pipeline import Compiler
     from megacompile.capture.batch import read_batch
     from megacompile.hardware.machine import Machine
     from megacompile.schedule.plan import Mode

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.capture.batch import read_batch
 from megacompile.kernels._triton import Gpu
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import machine_line
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks.block_functions import Boxed
 from megacompile.blocks.chunk_loops import two_lengths
 from megacompile.blocks.joint_graph import Ref

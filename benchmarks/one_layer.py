@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.capture.batch import read_batch
 

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.api.rollout import FULL, DeviceWeights
+from megacompile.api.device_weights import FULL, DeviceWeights
 from megacompile.api.session import Session
 from megacompile.capture.quantized_weights import is_coded
 from megacompile.errors import MegacompileError
 
 
 class MergedWeights(DeviceWeights):
-    """As :class:`~megacompile.api.rollout.DeviceWeights`, of the model without adapters, which are merged.
+    """As :class:`~megacompile.api.device_weights.DeviceWeights`, of the model without adapters, which are
+    merged.
 
     Raises :class:`~megacompile.errors.MegacompileError` for adapters that cannot be.
     """

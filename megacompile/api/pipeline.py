@@ -1,50 +1,35 @@
-"""The pipeline, all stages in order: capture, fuse, tile, partition, differentiate; plan, prove, emit."""
+"""The pipeline from the plan on: plan -> prove -> emit, for the kinds of batches of one model.
+
+The stages before the plan are those of :class:`~megacompile.api.frontend.Frontend`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from megacompile.api.settings import DeviceRoom
-from megacompile.blocks.chunk_loops import CHUNKS, length_of
-from megacompile.blocks.partition import Partition, Template, partition
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
-from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
-from megacompile.capture.batch import Batch, LossFn
-from megacompile.capture.fingerprint import parameter_forms
-from megacompile.capture.frozen_parts import frozen_part
-from megacompile.capture.quantized_weights import stored_shape
-from megacompile.capture.trace import TRACING, capture
+from megacompile.api.device_budget import DeviceRoom
+from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, Frontend, StateLayout
+from megacompile.blocks.weight_groups import Parameter, cut_parameters
+from megacompile.capture.batch import Batch
 from megacompile.distributed.collectives import World
 from megacompile.distributed.ranks import Ranks
-from megacompile.errors import BudgetError, CaptureError, MegacompileError, UntraceableError
-from megacompile.graph.captured import Captured, OutputsFn, Prologue, written_buffers
-from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
-from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
+from megacompile.errors import BudgetError, MegacompileError
+from megacompile.graph.tile_rewriter import Cuts
 from megacompile.hardware.caching_allocator import step_requests
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
 from megacompile.hardware.simulate import Measured
-from megacompile.kernels._triton import Gpu
-from megacompile.planner.bounds import values_bytes
-from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_on_pages, plan_program
 from megacompile.planner.search import Planner, follow, without_garbage_collection
-from megacompile.planner.tiling import TilingCandidate, tiling_candidates
+from megacompile.planner.tiling import TilingCandidate
 from megacompile.printable import printable
 from megacompile.report.dump import write_dump
 from megacompile.report.schedule import Schedule
@@ -52,374 +37,7 @@ from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import Proof, verify
 from megacompile.state.host_budget import StatePlacement, host_states, storage_window
-from megacompile.state.moment_formats import Form
-from megacompile.state.optimizer import param_group_of
-from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes
-
-# ------------------------------------------------------------------------------------------------------------
-# The stages before the plan: capture -> fuse -> tile -> partition -> differentiate.
-#
-# :class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
-# the form of each parameter.
-
-
-@dataclass(frozen=True)
-class Front:
-    """One kind of batch, through the stages before weights are cut."""
-
-    captured: Captured
-    fused: Captured
-    fusions: Fusions
-
-    @functools.cached_property
-    def tables(self) -> Cuts:
-        """Tables of which the host can gather rows."""
-        return tables(self.fused)
-
-
-@dataclass(frozen=True)
-class Compiled(Front):
-    """One kind of batch, through all stages that do not depend on the plan; ``chunk`` > 0: what acts on each
-    position of a sequence alone runs over chunks of so many."""
-
-    tiled: Tiled
-    part: Partition
-    templates: tuple[DifferentiatedTemplate, ...]
-    assembly: Assembly
-    chunk: int = 0
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """The weight groups of a model, none until a first program lays them out, and the ``ranks`` that share
-    each of them, in each of ``replicas``."""
-
-    groups: tuple[GroupLayout, ...] = ()
-    ranks: int = 1
-    replicas: int = 1
-
-
-_LAID_OUT_ANEW = StateLayout()
-
-
-class Frontend:
-    """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
-
-    ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
-    where the host can look rows up; ``distributed``, that several ranks train. ``gpu`` is the one
-    whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate`` are the stages of these
-    names, or what remembers their results.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        compute_dtype: torch.dtype,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        loss_fn: LossFn | None = None,
-        kernels: Mapping[str, bool] | bool | None = None,
-        form: Form = "fp32",
-        gathers: bool = True,
-        inductor: torch.device | None = None,
-        gpu: Gpu | None = None,
-        distributed: bool = False,
-        capture: Callable[..., Captured] = capture,
-        differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
-    ) -> None:
-        self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
-        self.parameters = _describe(model, optimizer, compute_dtype)
-        if isinstance(form, Foreign):
-            described = self.parameters.items()
-            self.parameters = {n: replace(p, undivided=p.trained and not form.cuts(p)) for n, p in described}
-        self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}
-        self._trained = {n for n, p in self.parameters.items() if p.trained}
-        self._kernels = read_switches(kernels)
-        self._form: Form = form
-        self._gathers = gathers
-        self._inductor, self._gpu = inductor, gpu
-        self._distributed = distributed
-        self._capture, self._differentiated_by = capture, differentiate
-        self._parts_for_real: dict[str, str] = {}  # frozen ones that cannot be traced, and why
-        self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
-        self._fronts: dict[tuple[Any, ...], Front] = {}
-        self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
-        self._parts: dict[tuple[Any, ...], tuple[Tiled, Partition]] = {}
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
-
-    def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
-        """The graph of one kind of batch; the stages after it use the same."""
-        return self._front(batch, evaluate).captured
-
-    @property
-    def rounded(self) -> list[str]:
-        """The frozen parameters that compute in bf16, whatever they are in the model."""
-        return [n for n, p in self.parameters.items() if not p.trained and p.dtype == torch.bfloat16]
-
-    def take_exact(self, names: Collection[str]) -> bool:
-        """Note which of :attr:`rounded` have values that bf16 holds as they are; whether that is new."""
-        noted = {n: replace(p, exact=n in names) for n, p in self.parameters.items()}
-        changed, self.parameters = noted != self.parameters, noted
-        if changed:
-            self._compiled.clear()
-        return changed
-
-    def graphs_of_others(self, length: int) -> list[Captured]:
-        """The graphs that were captured so far of batches that have no dimension of this size."""
-        shapes = {key: [of for of, *_ in key[1] if isinstance(of, tuple)] for key in self._fronts}
-        return [
-            front.captured
-            for key, front in self._fronts.items()
-            if not any(length in shape for shape in shapes[key])
-        ]
-
-    def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
-        """Tables of which the host may gather the rows that this batch looks up."""
-        return self._front(batch, evaluate).tables if self._gathers else {}
-
-    def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
-        """Ways of cutting the weights: nothing cut, then ever smaller pieces of what is not updated whole."""
-        whole = self.tables(batch, evaluate=evaluate)
-        found = families(self._front(batch, evaluate).fused, gather=bool(whole))
-        divided = (f for f in found if not any(self.parameters[name].undivided for name in f.names))
-        return tiling_candidates(tuple(divided), whole)
-
-    def tilings(
-        self, batch: Batch, *, evaluate: bool, chunk: int = 0, layout: StateLayout = _LAID_OUT_ANEW
-    ) -> Iterator[TilingCandidate[Compiled]]:
-        """One kind of batch cut in each of these ways; each made when asked for."""
-        for cuts in self.tiling_candidates(batch, evaluate=evaluate):
-            _, part = self._part(batch, cuts, evaluate)
-            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
-            yield TilingCandidate(values_bytes(part), build)
-
-    def chunks(
-        self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout = _LAID_OUT_ANEW
-    ) -> Iterator[int]:
-        """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
-        has loops with weights cut in this way."""
-        yield 0
-        templates = self._part(batch, cuts, evaluate)[1].templates
-        longest = max((length_of(t) or 0 for t in templates), default=0)
-        for chunk in (c for c in CHUNKS if c < longest):
-            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
-            if not any(t.loops for t in found.templates):
-                return
-            yield chunk
-
-    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout) -> str | None:
-        """Say why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
-        length = min(CHUNKS, default=sys.maxsize)
-        if not any(n > length for leaf in batch.tensors for n in leaf.shape):
-            return None
-        found = self.build(batch, cuts, evaluate=evaluate, chunk=length, layout=layout)
-        return why_whole(batch.tensors, found.part.templates, found.templates, length)
-
-    def build(
-        self,
-        batch: Batch,
-        cuts: Cuts,
-        *,
-        evaluate: bool,
-        chunk: int = 0,
-        layout: StateLayout = _LAID_OUT_ANEW,
-    ) -> Compiled:
-        """One kind of batch with its weights cut in this way and laid out in these groups, and its sequence
-        in chunks of so many.
-
-        Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
-        """
-        key = (batch.key, tuple(cuts.items()), chunk)
-        with TRACING:
-            if (key, layout) not in self._compiled:
-                front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
-                compiled = self._build(front, tiled, part, chunk, layout)
-                self._compiled[key, layout] = compiled
-                self._compiled[key, replace(layout, groups=compiled.assembly.groups)] = compiled
-            return self._compiled[key, layout]
-
-    def constants(self, captured: Captured) -> dict[str, Tensor]:
-        """Buffers and constants that the graph reads, by the names its blocks use."""
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        named = {name: buffers[name] for name in captured.buffers.values()}
-        return named | captured.constants
-
-    def forget(self) -> None:
-        """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
-        self._fronts.clear()
-        self._hosted.clear()
-        self._parts.clear()
-        self._compiled.clear()
-
-    def reads_values(self, batch: Batch) -> bool:
-        """Return whether a forward on a batch with entries of these names has read values of it."""
-        return any(key[0] == batch.key[0] for key in self._hosted)
-
-    def with_host_values(self, batch: Batch, *, evaluate: bool, seed: int = 0) -> Batch:
-        """The batch with what the host computes of it for its program, and with what the forward goes by in
-        its key; the batch itself, where the forward reads no values. What the host draws at random comes from
-        ``seed``."""
-        with TRACING:
-            if batch.key in self._fronts:
-                return batch
-            known = self._hosted.get(batch.key, [])
-            for prologue, number in known:
-                if (values := prologue(batch.leaves, seed)) is not None:
-                    return _extended(batch, number, values)
-            with without_garbage_collection():
-                captured = self._captured(batch, evaluate)
-            extended = batch
-            if captured.prologue is not None:
-                if (values := captured.prologue(batch.leaves, seed)) is None:
-                    raise CaptureError(
-                        "What the forward reads of this batch differs when it is read again: a function of "
-                        "the model depends on something else than its arguments."
-                    )
-                graphs = {n: self._fronts[*batch.key, n].captured for _, n in known}
-                number = next((n for n, of in graphs.items() if captured.computes_as(of)), len(graphs))
-                extended = _extended(batch, number, values)
-                self._hosted.setdefault(batch.key, []).append((captured.prologue, number))
-            if extended.key not in self._fronts:
-                self._fronts[extended.key] = Front(captured, *fuse(captured, self._kernels))
-            return extended
-
-    def _front(self, batch: Batch, evaluate: bool) -> Front:
-        """The stages before anything is cut."""
-        with TRACING:
-            front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
-            if self._distributed:
-                _refuse_changes(front.captured)
-            return front
-
-    def _captured(self, batch: Batch, evaluate: bool) -> Captured:
-        """Capture one kind of batch; what its forward reads of its values is computed on the host."""
-
-        def capture(*, padded_right: bool, **host: bool) -> Captured:
-            return self._capture(
-                self.model,
-                batch.args,
-                batch.kwargs,
-                forms=self._forms,
-                trained=self._trained,
-                loss_fn=self.loss_fn,
-                evaluate=evaluate,
-                outputs=batch.outputs,
-                padded_right=padded_right,
-                hides_nothing=batch.hides_nothing,
-                **host,
-                **({"parts": self._parts_for_real} if self._parts_for_real else {}),
-            )
-
-        if self.reads_values(batch):
-            return capture(padded_right=False, reads_values=True)
-        padded_right = batch.padded_right and batch.outputs not in self._seeing
-        try:
-            captured = capture(padded_right=padded_right)
-        except UntraceableError:
-            try:
-                return capture(padded_right=False, reads_values=True)
-            except UntraceableError as error:
-                part = frozen_part(self.model, error.module, self._trained)
-                if part is None or part in self._parts_for_real:
-                    raise
-                self._parts_for_real[part] = str(error).partition(" be captured")[2].lstrip(" :").rstrip(".")
-                _LOG.warning("%s is frozen and cannot be traced: it runs in eager PyTorch", part)
-                return self._captured(batch, evaluate)
-        if batch.padded_right and not captured.blind:
-            self._seeing.append(batch.outputs)
-        return captured
-
-    def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
-        """One kind of batch with its weights cut in this way, before it is differentiated."""
-        key = (batch.key, tuple(cuts.items()))
-        with TRACING:
-            if key not in self._parts:
-                fused = self._front(batch, evaluate).fused
-                with self._running():
-                    tiled = tile(fused, cuts, gather=self._gathers)
-                    self._parts[key] = tiled, partition(tiled.captured)
-            return self._parts[key]
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Turn what an operator says about its arguments into an error of the model on this batch."""
-        try:
-            yield
-        except MegacompileError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise CaptureError(f"{type(self.model).__name__} cannot run on this batch: {reason}") from None
-
-    def _build(
-        self, front: Front, tiled: Tiled, part: Partition, chunk: int, layout: StateLayout
-    ) -> Compiled:
-        with self._running():
-            mode = front.fused.fake_mode
-            templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
-        constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
-        parameters = cut_parameters(self.parameters, tiled.cuts)
-        assembly = assemble(
-            part,
-            templates,
-            parameters,
-            constants,
-            layout.groups,
-            outside=front.captured.outside,
-            ranks=layout.ranks,
-            replicas=layout.replicas,
-        )
-        assembly = with_state(assembly, self._form)
-        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
-
-    def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
-        """Templates of the same name and computation, in programs cut differently, are made once."""
-        key = (template.digest, template.name, chunk)
-        if key not in self._differentiated:
-            self._differentiated[key] = self._differentiated_by(
-                template, mode, self._inductor, self._gpu, chunk
-            )
-        return replace(self._differentiated[key], index=template.index)
-
-
-def _refuse_changes(captured: Captured) -> None:
-    """Refuse a forward that changes buffers, which each of several ranks would change by itself."""
-    names = sorted(captured.buffers[node.name] for node in written_buffers(captured.graph))
-    if names:
-        raise CaptureError(
-            f"The forward changes the buffer {names[0]}, and each of several ranks would change it by its "
-            "own batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by "
-            "GroupNorm)."
-        )
-
-
-def _extended(batch: Batch, number: int, values: list[Tensor]) -> Batch:
-    return replace(batch, leaves=[*batch.leaves, *values], key=(*batch.key, number))
-
-
-def _describe(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, compute_dtype: torch.dtype
-) -> Mapping[str, Parameter]:
-    owners = param_group_of(optimizer) if optimizer is not None else {}
-    forms = parameter_forms(model, compute_dtype)
-    described: dict[str, Parameter] = {}
-    for name, p in model.named_parameters():
-        dtype, strides = forms[name]
-        owner = owners.get(id(p), -1)
-        # what no optimizer holds is not updated, so it needs no gradient
-        trained = p.requires_grad and (optimizer is None or owner >= 0)
-        exact = not trained and dtype == p.dtype == torch.bfloat16
-        described[name] = Parameter(
-            name, stored_shape(p), strides, dtype, owner, trained=trained, exact=exact
-        )
-    return described
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The stages from the plan on: plan -> prove -> emit, for the kinds of batches of one model.
-
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
 _COMPILE_SECONDS, _BLOCK_SECONDS = 0.5, 0.05  # of a program, and of each block beside
@@ -456,7 +74,7 @@ class Decisions:
     ``resident``, the groups whose state is on the device.
     """
 
-    layout: StateLayout = StateLayout()
+    layout: StateLayout = LAID_OUT_ANEW
     cuts: Cuts | None = None
     placement: StatePlacement | None = None
     resident: tuple[int, ...] | None = None

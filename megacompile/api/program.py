@@ -1,40 +1,41 @@
-"""A compiled program, the whole class: train, evaluate, predict, generate, save, load, inspect."""
+"""A compiled program, the whole class: train, evaluate, predict, generate, save, load, inspect.
+
+It is what :func:`megacompile.compile` returns and what a training loop talks to. It keeps the promises about
+faults: state is never half updated without saying so, nothing is silent, and whoever asks for the state first
+gets every update that is under way. Programs are compiled and run by its
+:class:`~megacompile.api.session.Session`. Forwards without training run by programs of the forward alone,
+over the same state and under the same budget as training.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import os
-import statistics
-import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from megacompile.api.block_timer import calibrated
+from megacompile.api.device_weights import DeviceWeights
+from megacompile.api.generate import generate, refuse_no_generator
 from megacompile.api.merged_weights import MergedWeights
-from megacompile.api.pipeline import Compiled, Scheduled
+from megacompile.api.outside_loss import LossOfOutputs
+from megacompile.api.pipeline import Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
-from megacompile.api.rollout import DeviceWeights, Rollout
-from megacompile.api.session import CLOSED, LossOfOutputs, Session
-from megacompile.blocks.block_functions import BlockFunction
-from megacompile.blocks.joint_graph import Ref
-from megacompile.blocks.memory_meter import StorageMeter
-from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
+from megacompile.api.rollout import Rollout
+from megacompile.api.session import CLOSED, Session
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.loss_cut import LossCall, warning
-from megacompile.capture.padding import bucket_length, pad_batch, reach
 from megacompile.distributed.collectives import World
 from megacompile.errors import (
     BudgetError,
@@ -47,13 +48,12 @@ from megacompile.errors import (
 )
 from megacompile.graph.captured import OutputsFn, all_outputs
 from megacompile.graph.fusion_rewriter import Fusions
-from megacompile.hardware.machine import Machine, copies_beside
+from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import align
 from megacompile.report.schedule import Schedule
 from megacompile.runtime.call_context import alone, exclusive
 from megacompile.runtime.step_results import Memory, StepOutput, StepResults
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Workload
 from megacompile.state.checkpoint import (
     BackgroundSave,
     Checkpoint,
@@ -62,236 +62,13 @@ from megacompile.state.checkpoint import (
     checked_folder,
     save_checkpoint,
 )
-from megacompile.state.host_arena import resident_peak_bytes, trim_heap
+from megacompile.state.host_arena import resident_peak_bytes
 from megacompile.state.masters import HostState, Snapshot
 from megacompile.state.model_export import describe, export_model, saved_masters
 from megacompile.state.model_values import Lending
 from megacompile.state.optimizer import check_settings, restore_settings, settings_of
 
-# ------------------------------------------------------------------------------------------------------------
-# Calibrate: the seconds of each block function, measured on this machine, in place of FLOPs over a rate.
-#
-# In: a compiled batch on the CPU backend. Out: its workload with ``seconds`` in every call, and how much
-# slower its functions are beside a copy. Each function of each template runs on made-up values of the right
-# shapes; blocks that share a template share its times.
-
-
 _Owner = TypeVar("_Owner", bound=DeviceWeights)
-_CPU = torch.device("cpu")
-_CACHES = 64 << 20  # bytes that no cache near a core holds
-
-
-def calibrated(compiled: Compiled, machine: Machine, repeats: int = 5) -> tuple[Workload, Machine]:
-    """The workload with measured seconds, and the machine with what these functions lose beside copies.
-
-    Medians of ``repeats`` runs of each function: alone, beside a thread that copies, and alone once more,
-    since a shared CPU is not equally fast at all times.
-    """
-    timers = [_Timer(p, t, repeats) for p, t in zip(compiled.part.templates, compiled.templates, strict=True)]
-    before = [timer.run() for timer in timers]
-    with copies_beside() as slower:
-        beside = [timer.run() for timer in timers]
-    after = [timer.run() for timer in timers]
-    alone = [{call: (a[call] + b[call]) / 2 for call in a} for a, b in zip(before, after, strict=True)]
-    blocks = compiled.assembly.work.blocks
-    work = replace(compiled.assembly.work, blocks=tuple(_timed(b, alone[b.template]) for b in blocks))
-    total, together = (sum(sum(t[b.template].values()) for b in blocks) for t in (alone, beside))
-    return work, replace(machine, compute_beside=max(1.0, together / total), others_beside=slower())
-
-
-def _timed(block: BlockWork, times: dict[tuple[str, str], float]) -> BlockWork:
-    def call(policy: CheckpointPolicy, part: str) -> Call | None:
-        given: Call | None = getattr(policy, part)
-        return given and replace(given, seconds=times[policy.name, part])
-
-    policies = tuple(
-        replace(c, forward=call(c, "forward") or c.forward, recompute=call(c, "recompute"),
-                backward=call(c, "backward"))
-        for c in block.policies
-    )  # fmt: skip
-    return replace(block, policies=policies)
-
-
-class _Timer:
-    """Runs the functions of one template on values that it makes up."""
-
-    def __init__(self, template: Template, functions: DifferentiatedTemplate, repeats: int) -> None:
-        self.template, self.functions, self.repeats = template, functions, repeats
-        self.others = torch.zeros(_CACHES // 4)
-        self.inputs = [_made_up(t) for t in template.examples]
-        self.loaded = {f.name: f.load(_CPU) for f in functions.functions()}
-
-    def run(self) -> dict[tuple[str, str], float]:
-        """Seconds by (policy, part)."""
-        found: dict[tuple[str, str], float] = {}
-        for name, policy in self.functions.policies.items():
-            values = self._values(policy)
-            for part in ("forward", "recompute", "backward"):
-                function: BlockFunction | None = getattr(policy, part)
-                if function is not None:
-                    found[name, part] = self._seconds(function, values)
-        return found
-
-    def _values(self, policy: PolicyFunctions) -> dict[Ref, Any]:
-        """Inputs, outputs, saved tensors, and a gradient for each output that has one."""
-        values: dict[Ref, Any] = {("in", i): t for i, t in enumerate(self.inputs)}
-        for function in (policy.forward, policy.recompute):
-            if function is not None:
-                results = self._call(function, values)
-                values |= dict(zip(function.outputs, results, strict=True))
-        for kind, k in policy.backward.inputs if policy.backward is not None else ():
-            if kind == "grad":
-                values[kind, k] = torch.full_like(values["out", k], 1e-3)
-        return values
-
-    def _call(self, function: BlockFunction, values: dict[Ref, Any]) -> list[Any]:
-        # as the CPU backend runs it: counting takes time too
-        with function.products(), StorageMeter(), torch.no_grad():
-            return self.loaded[function.name]([values[ref] for ref in function.inputs])
-
-    def _seconds(self, function: BlockFunction, values: dict[Ref, Any]) -> float:
-        """As in a step: inputs that other blocks have driven out of the caches, results in fresh memory."""
-        kept, found = [self._call(function, values)], []
-        trim_heap()
-        for _ in range(self.repeats):
-            self.others.add_(1.0)
-            start = time.perf_counter()
-            kept.append(self._call(function, values))
-            found.append(time.perf_counter() - start)
-        return statistics.median(found)
-
-
-def _made_up(example: Tensor) -> Tensor:
-    """A tensor of an example's form: small values, zeros where they are indices or seeds."""
-    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-    return made.normal_(0, 0.02) if example.is_floating_point() else made.zero_()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Samples of a causal language model, by transformers' own ``generate``.
-#
-# Where there is no room for a rollout. In: a model whose values a program keeps, the program's ``predict``,
-# options of transformers' ``generate``.
-# Out: what that returns. All sampling is transformers' code; the model's call alone is answered by a program
-# of the forward, which gives the logits of one position.
-
-
-_SHORT = 256  # a length whose computing takes less time than the weights take to come
-_REFUSED = ("inputs_embeds", "past_key_values", "output_attentions", "output_hidden_states")
-_Model: Any = object  # the class of the model that generates comes next
-
-
-@dataclass(frozen=True)
-class _NextLogits:
-    """The logits of each row at the position that ``logits_to_keep`` holds, which the forward may take."""
-
-    inputs: tuple[str, ...]
-
-    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        logits: Tensor = outputs.logits
-        return logits[:, batch["logits_to_keep"]] if self.inputs else logits
-
-
-class _Streamed(_Model):
-    """Comes before a model's class: a call runs the program's forward, everything else is the model's own."""
-
-    device = torch.device("cpu")
-    predict: Callable[..., Tensor]
-    padded = 0  # the length of the program that ran last
-    longest = 0
-
-    def _prepare_generated_length(self, **given: Any) -> Any:
-        config = super()._prepare_generated_length(**given)
-        self.longest = config.max_length
-        return config
-
-    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
-
-        given = {name: value for name, value in inputs.items() if value is not None}
-        for name in _REFUSED:
-            if given.get(name, False) is not False:
-                raise MegacompileError(
-                    f"Without a rollout, program.generate takes no {name}, as it keeps no keys and values "
-                    "and reads logits only: give it input_ids, and call program.predict for other outputs."
-                )
-        assert input_ids is not None
-        length = input_ids.shape[1]
-        if length > self.padded:
-            self.padded = self._padded_length(length)
-        mask = {"attention_mask": torch.ones_like(input_ids)}  # always there: one program with it and without
-        batch = pad_batch({"input_ids": input_ids} | mask | given, self.padded)
-        batch["logits_to_keep"] = torch.tensor([length - 1])
-        takes = "logits_to_keep" in inspect.signature(self.forward).parameters
-        outputs = _NextLogits(() if takes else ("logits_to_keep",))
-        return CausalLMOutput(logits=self.predict(batch, outputs=outputs))
-
-    def _padded_length(self, length: int) -> int:
-        """The last length that will be needed, or, where that is far, twice this one: few programs, none of
-        them much longer than what it computes."""
-        limit = reach(self)
-        wanted = bucket_length(
-            min(self.longest, max(2 * length, _SHORT)),
-            longest=limit if limit is not None and length <= limit else None,
-        )
-        return max(length, wanted)
-
-
-def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **options: Any) -> Any:
-    """Return what ``model.generate`` of transformers returns, on the host; ``predict`` runs the forwards."""
-    source = _language_model(model)
-    kind = type(type(source).__name__, (_Streamed, type(source)), {})
-    streamed: Any = object.__new__(kind)  # the model's attributes, as they are, and another call
-    vars(streamed).update(vars(source), predict=predict)
-    options |= {"input_ids": input_ids, "use_cache": False}
-    return streamed.generate(**pytree.tree_map_only(Tensor, Tensor.cpu, options))
-
-
-def refuse_no_generator(model: Any, input_ids: Any) -> None:
-    """Refuse a model that is none of transformers that generates, and prompts that are no rows of tokens."""
-    source = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if (
-        not (hasattr(source, "can_generate") and source.can_generate())
-        or source.main_input_name != "input_ids"
-    ):
-        raise MegacompileError(
-            f"{type(source).__name__} is no model of transformers that generates from tokens, which "
-            "program.generate needs: call program.predict and choose from what it returns."
-        )
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        raise MegacompileError(
-            "program.generate takes input_ids as a tensor of rows of tokens: give **tokenizer(texts, "
-            'return_tensors="pt", padding=True, padding_side="left"), or tokens[None] for one row.'
-        )
-
-
-def _language_model(model: Any) -> Any:
-    """The model of transformers that generates; of adapters the one that they are on. Refuses what a program
-    of the forward cannot answer for."""
-    source = model.get_base_model() if hasattr(model, "get_base_model") else model
-    virtual = source is not model and model.active_peft_config.is_prompt_learning
-    if virtual or source.config.is_encoder_decoder:
-        what = "virtual tokens" if virtual else "encoder with its decoder"
-        raise MegacompileError(
-            f"Without a rollout, program.generate knows no {what} of {type(source).__name__}: give it one "
-            "process and a budget with room for a rollout, or call program.release() first."
-        )
-    return source
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Forwards without training: the loss of a batch in eval mode, what the model returns for it, samples.
-#
-# In: a batch. Out: tensors on the host. All run by programs of the forward alone, over the same state and
-# under the same budget as training.
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The program: what :func:`megacompile.compile` returns and what a training loop talks to.
-#
-# It keeps the promises about faults: state is never half updated without saying so, nothing is silent, and
-# whoever asks for the state first gets every update that is under way. Programs are compiled and run by its
-# :class:`~megacompile.api.session.Session`.
 
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -534,7 +311,7 @@ class Program:
     ) -> list[Tensor]:
         losses: list[Tensor] = []
         for i, (one, weight) in enumerate(zip(micro, weights, strict=True)):
-            results = self._session.run([one], Mode("accumulate"), [weight], loss=_numbered(loss, i))
+            results = self._session.run([one], Mode("accumulate"), [weight], loss=_of_micro_batch(loss, i))
             if self.world.size > 1:
                 self._session.await_losses()  # then there are those of all ranks
             losses += results.losses
@@ -1079,6 +856,6 @@ def _outputs_for(loss: LossOfOutputs | None, outputs: OutputsFn | None) -> Outpu
     return None
 
 
-def _numbered(loss: LossOfOutputs | None, number: int) -> LossOfOutputs | None:
+def _of_micro_batch(loss: LossOfOutputs | None, number: int) -> LossOfOutputs | None:
     """The loss for a run of this micro-batch alone."""
     return None if loss is None else lambda _, outputs: loss(number, outputs)

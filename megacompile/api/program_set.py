@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacompile.api.bound_programs import check_beside, check_state
+from megacompile.api.allocate_state import check_beside, check_state
+from megacompile.api.device_budget import DeviceRoom
 from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.rank_agreement import agreed_program
-from megacompile.api.settings import DeviceRoom, Settings
+from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
 from megacompile.graph.tile_rewriter import Cuts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megacompile.api.batch_reader import OfRanks
+from megacompile.api.padder import OfRanks
 from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
@@ -54,8 +54,10 @@ def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, An
             f"seed={settings.seed}, optimizer_state={settings.optimizer_state!r}"
         ),
         "updates": _updates(settings),
-        "layout": _digest(str(slots)),
-        "source": _digest(f"{scheduled.source}{moved}{step.resident}{step.shards}{step.exchange_bytes}"),
+        "layout": _digest_of_text(str(slots)),
+        "source": _digest_of_text(
+            f"{scheduled.source}{moved}{step.resident}{step.shards}{step.exchange_bytes}"
+        ),
     }
 
 
@@ -109,7 +111,7 @@ def agreed_batches(
 
 def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
     """Describe what padding depends on, of one rank."""
-    kinds = {_digest(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
+    kinds = {_digest_of_text(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
     lengths = session.intake.padder.lengths(micro)
     masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]
     return {
@@ -163,5 +165,5 @@ def micro_seeds(seed: int, call: int, count: int, world: World) -> list[int]:
     return [step_seed(seed, call, number) for number in range(world.rank, count * world.size, world.size)]
 
 
-def _digest(text: str) -> str:
+def _digest_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,8 @@
-"""A session: the programs of one model, compiled as kinds of batches come, over one runtime and state."""
+"""A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
+
+In: batches, modes and loss weights from the :class:`~megacompile.api.program.Program`. Out: results of
+runs. The first program allocates the state and takes over the model's values; all later ones share both.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,29 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megacompile.api.batch_reader import Intake, OfRanks
-from megacompile.api.bound_programs import Bindings, allocate
-from megacompile.api.pipeline import Compiled, Compiler, Scheduled
+from megacompile.api.allocate_state import allocate
+from megacompile.api.batch_reader import Intake
+from megacompile.api.bound_programs import Bindings
+from megacompile.api.choose_mesh import settle_mesh
+from megacompile.api.device_budget import DeviceRoom
+from megacompile.api.forked_child import refuse_forked_child
+from megacompile.api.outside_loss import LossOfOutputs, OutsideLoss
+from megacompile.api.padder import OfRanks
+from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.program_set import PlannedError, ProgramSet
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
-from megacompile.api.settings import DeviceRoom, Settings
+from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.fingerprint import Frozen
 from megacompile.capture.loss_cut import LossCut
-from megacompile.distributed.ranks import Ranks
-from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, MegacompileError, ProgramError
+from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
 from megacompile.graph.captured import OutputsFn
 from megacompile.runtime.block_calls import BoundStep
 from megacompile.runtime.call_context import exclusive, naming_failures, refuse_autocast, whole_step
@@ -38,178 +46,13 @@ from megacompile.runtime.device import Device
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
-from megacompile.state.checkpoint import BackgroundSave, RunProgress, read_manifest
-from megacompile.state.host_budget import host_bytes
+from megacompile.state.checkpoint import BackgroundSave, RunProgress
 from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers
 from megacompile.state.plain_loop import watch_plain_loop
 from megacompile.state.torch_optimizer import Foreign, GroupSettings, members_of
-from megacompile.units import format_bytes, format_seconds
-
-# ------------------------------------------------------------------------------------------------------------
-# Losses outside of the program: computed by torch from what the forward returned, with the gradient by it.
-#
-# In: a function of the user's and the results of one micro-batch's forward, on the host. Out: its loss, and
-# the gradient by each result, from which the program's backward starts.
-
-
-LossOfOutputs = Callable[[int, Any], Tensor]
-"""(number of the micro-batch, its outputs, which require gradients) -> a scalar loss."""
-
-
-class OutsideLoss:
-    """Calls ``function`` for a micro-batch of a program, on outputs without padding; ``weights`` are those of
-    the losses.
-    """
-
-    def __init__(
-        self, function: LossOfOutputs, compiled: Compiled, micro: Sequence[Batch], weights: Sequence[float]
-    ) -> None:
-        self._function, self._weights = function, weights
-        self._micro = micro
-        self._structure, self._order = compiled.captured.structure, compiled.part.results
-        self._again: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # of a loss that is not finite
-        self.running = False  # the function, inside of a step
-
-    def __call__(self, micro: int, results: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
-        """The loss, and its weighted gradient by each result, by value. The function is called once, also
-        where a step is run again."""
-        if micro in self._again:
-            return self._again.pop(micro)
-        leaves = {value: x.requires_grad_(x.is_floating_point()) for value, x in results.items()}
-        copies = {value: leaf.clone() for value, leaf in leaves.items()}  # may be changed in place
-        copies = {value: self._micro[micro].own(x) for value, x in copies.items()}
-        loss = self._computed(micro, self._structure.around([copies[value] for value in self._order]))
-        (loss * self._weights[micro]).sum().backward()  # type: ignore[no-untyped-call]
-        zeros = {v: torch.zeros_like(x) for v, x in leaves.items() if x.requires_grad and x.grad is None}
-        found = {value: leaf.grad for value, leaf in leaves.items() if leaf.grad is not None}
-        loss, found = loss.detach().reshape(()), zeros | found
-        if not loss.isfinite():
-            self._again[micro] = loss, dict(found)
-        return loss, found
-
-    def _computed(self, micro: int, outputs: Any) -> Tensor:
-        self.running = True
-        try:
-            loss = self._function(micro, outputs)
-        finally:
-            self.running = False
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise MegacompileError("loss= must return one number, as a tensor.")
-        if not loss.requires_grad:
-            raise MegacompileError(
-                "loss= returned a number without a gradient by the outputs: compute it from what it is given."
-            )
-        return loss
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The mesh of ranks on several machines where none is given: one state of all, or a copy in each machine.
-#
-# In: the kind of batch that the first program is for, and the checkpoint that will be loaded, if there is
-# one. Out: the mesh, the same on all ranks, and a sentence that says why. A checkpoint's mesh goes on, as
-# another would add up gradients in another order. Else rank 0 plans for both, as ``megacompile plan`` does,
-# and the faster is taken of those that fit the devices and host memory. Its times are those of the machine
-# that plans are made for, not of a stopwatch, so the same run chooses the same mesh again.
-
-
-_MESH_LOG = logging.getLogger("megacompile.compiler.mesh")  # trainers show what the compiler tells
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A mesh, the predicted seconds of a step on it, None where no plan fits the devices, and the host bytes
-    that a machine then needs, and has."""
-
-    ranks: Ranks
-    seconds: float | None = None
-    host_bytes: int = 0
-    host_budget_bytes: int = 0
-
-    @property
-    def fits(self) -> bool:
-        """Return whether devices and host memory are large enough."""
-        return self.seconds is not None and self.host_bytes <= self.host_budget_bytes
-
-    @property
-    def state(self) -> str:
-        """The holder of the state, in words."""
-        return "one state of all ranks" if self.ranks.replicas == 1 else "a copy of the state in each machine"
-
-    @property
-    def verdict(self) -> str:
-        """The seconds that it takes, or why it does not fit, in words."""
-        if self.seconds is None:
-            return f"{self.state} does not fit the devices"
-        takes = f"{self.state} takes {format_seconds(self.seconds)}"
-        if self.fits:
-            return takes
-        need, budget = format_bytes(self.host_bytes), format_bytes(self.host_budget_bytes)
-        return f"{takes} and {need} of a machine's host memory, which gives {budget}"
-
-
-def settle_mesh(
-    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
-) -> None:
-    """Choose, where that is still to be done; all ranks call it together, before any group is laid out."""
-    world = settings.world
-    if not world.ranks.undecided:
-        return
-
-    def decide() -> bytes:
-        return json.dumps(_decided(compiler, batch, mode, settings, checkpoint)).encode()
-
-    shards, why = json.loads(world.from_first(decide))
-    world.settle(shards, why)
-    compiler.take_mesh(world.ranks)
-    if world.ranks.replicas > 1:
-        compiler.take_room(settings.measure_room())  # other collectives hold other memory of a device
-    if world.rank == 0:
-        _MESH_LOG.info("%s", why)
-
-
-def _decided(
-    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
-) -> tuple[int, str]:
-    """Return the number of ranks that share the state, and why."""
-    ranks = settings.world.ranks
-    if checkpoint is not None:
-        replicas, shards = read_manifest(checkpoint.resolve())[0].mesh
-        if replicas * shards == ranks.size:
-            return shards, f"mesh=({replicas}, {shards}) as in the checkpoint."
-    compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
-    tried = [_tried(compiler, batch, mode, settings, shards) for shards in (ranks.size, ranks.local)]
-    best, other = _ranked(tried)
-    took, seconds = best.ranks, format_seconds(best.seconds or 0.0)
-    mesh = f"mesh=({took.replicas}, {took.shards})"
-    return took.shards, f"{mesh}, {best.state}, for {seconds} a step as predicted: {other.verdict}."
-
-
-def _tried(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, shards: int) -> Tried:
-    ranks = replace(settings.world.ranks, shards=shards)
-    compiler.take_mesh(ranks)
-    try:
-        compiled, planned = compiler.plan(batch, mode)
-    except MegacompileError:  # or a plan that was given is for the other
-        return Tried(ranks)
-    need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total
-    of_machine = (ranks.local * nbytes for nbytes in (need, settings.host_budget_bytes))
-    return Tried(ranks, planned.seconds, *of_machine)
-
-
-def _ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """The fastest that fits first; where none does, they stay as they are."""
-    fitting = sorted((t for t in tried if t.fits), key=lambda t: t.seconds or 0.0)
-    return fitting + [t for t in tried if not t.fits]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# A session: one model's programs, compiled as kinds of batches come, over one runtime and one state.
-#
-# In: batches, modes and loss weights from the :class:`~megacompile.api.program.Program`. Out: results of
-# runs. The first program allocates the state and takes over the model's values; all later ones share both.
-
+from megacompile.units import format_bytes
 
 CLOSED = "The program was closed: compile the model again to train on."
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells
@@ -614,11 +457,7 @@ class Session:
 
     def same_process(self) -> None:
         """Refuse a forked child."""
-        if os.getpid() != self._pid:
-            raise ProgramError(
-                "This program was made in another process, whose worker threads a fork does not copy: use it "
-                "there, or compile in this process."
-            )
+        refuse_forked_child(self._pid)
 
     def await_losses(self) -> None:
         """Return when the losses of all steps so far can be read."""

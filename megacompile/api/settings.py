@@ -1,110 +1,16 @@
-"""The settings of all runs of a program, and the device memory that its plans may use."""
+"""The settings of all runs of a program: what it was told of how to train."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from megacompile.api.device_budget import DeviceRoom
 from megacompile.distributed.collectives import World
-from megacompile.errors import BudgetError
-from megacompile.runtime.backends import Backend, Lacking, nothing_spare
 from megacompile.runtime.device import Device
 from megacompile.state.moment_formats import Form
-from megacompile.units import format_bytes
-
-# ------------------------------------------------------------------------------------------------------------
-# Room: what plans may use of a device, beside what its driver, libraries and allocator take.
-#
-# In: a device's backend and its budget, on every rank. Out: :class:`DeviceRoom`, the same on all.
-
-
-_MORE_BYTES, _MORE_SHARE = 64 << 20, 16  # left where the allocator ran out; the latter, a part of the budget
-
-
-@dataclass(frozen=True)
-class DeviceRoom:
-    """``budget_bytes`` are a plan's; the device's driver and libraries hold ``reserved_bytes`` beside.
-
-    Of these the allocator may hold ``loose_bytes`` on pages beside a plan's, and ``spare_bytes`` tells what
-    of a device's budget is left to the driver for what it takes later. ``lacking_bytes`` tells by how much
-    bytes are too few for the device's allocator, which lays tensors on pages: plans then get less.
-    """
-
-    budget_bytes: int
-    reserved_bytes: int = 0
-    loose_bytes: int = 0
-    spare_bytes: Callable[[int], int] = nothing_spare
-    lacking_bytes: Lacking | None = None
-
-    def less(self) -> DeviceRoom:
-        """With more left to the device's allocator."""
-        more = max(_MORE_BYTES, self.budget_bytes // _MORE_SHARE)
-        return replace(
-            self,
-            budget_bytes=self.budget_bytes - more,
-            reserved_bytes=self.reserved_bytes + more,
-            loose_bytes=self.loose_bytes + more,
-        )
-
-    def within(self, device_bytes: int) -> DeviceRoom:
-        """Return the room that another budget of the device would give."""
-        beside = self._reserved_beside_spare
-        reserved = beside + self.spare_bytes(device_bytes)
-        return replace(self, budget_bytes=device_bytes - reserved, reserved_bytes=reserved)
-
-    def short_of(self, planned: DeviceRoom) -> bool:
-        """Return whether the driver has taken more since ``planned`` was measured than was left to it."""
-        spare = self.spare_bytes(self.device_bytes)
-        return planned.budget_bytes - self.budget_bytes > spare
-
-    @contextlib.contextmanager
-    def naming_reserved(self) -> Iterator[None]:
-        """A least budget that an error inside names is one to give."""
-        try:
-            yield
-        except BudgetError as error:
-            if error.least_bytes is None or not self.reserved_bytes:
-                raise
-            least = self._device_budget(error.least_bytes)
-            raise BudgetError(
-                f"{error} The CUDA context and libraries take {format_bytes(self.reserved_bytes)} beside: "
-                f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
-                least_bytes=least,
-            ) from error
-
-    @property
-    def device_bytes(self) -> int:
-        """The device's budget."""
-        return self.budget_bytes + self.reserved_bytes
-
-    @property
-    def _reserved_beside_spare(self) -> int:
-        return self.reserved_bytes - self.spare_bytes(self.device_bytes)
-
-    def _device_budget(self, plan_bytes: int) -> int:
-        """The device's budget that leaves a plan so many bytes, of which the spare ones are a part."""
-        beside = self._reserved_beside_spare
-        budget = plan_bytes + beside
-        while (more := plan_bytes + beside + self.spare_bytes(budget)) > budget:
-            budget = more
-        return budget
-
-
-def room_of(backend: Backend, budget_bytes: int, world: World) -> DeviceRoom:
-    """Measure what a budget leaves now; of several ranks where least is left."""
-    with world.together():
-        said = world.exchange(lambda: str(backend.plan_bytes(budget_bytes)).encode())
-    least = min(map(int, said))
-    return DeviceRoom(
-        least, budget_bytes - least, backend.loose_bytes, backend.spare_bytes, backend.lacking_bytes
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What a program was told of how to train, for all of its runs.
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.api.pipeline import Compiled
+from megacompile.api.frontend import Compiled
 from megacompile.bench.kernel_bench import OPERATIONS, inputs_of, operation_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.capture.batch import read_batch

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacompile.api.pipeline import prove
-from megacompile.api.rollout import Completions, Forecast, forecast
+from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.padding import reach
 from megacompile.cli.alternatives import (

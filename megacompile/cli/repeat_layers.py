@@ -1,7 +1,7 @@
 """Unroll: capture a model with few of its layers, then repeat their blocks to its whole depth.
 
 For planning only. In: a model by name on the meta device, a kind of batch. Out: a
-:class:`~megacompile.api.pipeline.Compiled` of the whole model for each way of cutting its weights, whose
+:class:`~megacompile.api.frontend.Compiled` of the whole model for each way of cutting its weights, whose
 partition and assembly are those of a full capture (names, templates, bytes, dataflow), and whose graphs
 are those of the few layers. Where a model's layers are not of few kinds, or reach back further than one
 layer, the whole model is captured.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.api.pipeline import Compiled, Frontend, StateLayout
+from megacompile.api.frontend import Compiled, Frontend, StateLayout
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import assemble, cut_parameters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.errors import CaptureError
 
 LENGTHS = [[2, 4], [3, 3], [2, 4], [4, 2]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.api import pipeline
+from megacompile.api import frontend
 
 LENGTH, CHUNKS = 480, (60, 20)
 VOCABULARY = 512
@@ -59,7 +59,7 @@ def start(model: nn.Module, budget: str, **options: Any) -> megacompile.Program:
 def least_whole(model: nn.Module, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
     """The least budget with sequences whole."""
     with monkeypatch.context() as patch, pytest.raises(megacompile.BudgetError) as caught:
-        patch.setattr(pipeline, "CHUNKS", ())
+        patch.setattr(frontend, "CHUNKS", ())
         start(model, "100B").prepare(batch)
     assert caught.value.least_bytes is not None
     return caught.value.least_bytes
@@ -85,7 +85,7 @@ def test_a_long_sequence_trains_far_below_what_it_needs_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     budget = int(0.4 * least_whole(model_of(kind), batch_of(), monkeypatch))
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     program = start(model_of(kind), f"{budget}B", dump=tmp_path)
     trains_as_eager(program, model_of(kind), batch_of(), steps=3)
     memory = program.memory
@@ -101,7 +101,7 @@ def test_a_long_sequence_trains_far_below_what_it_needs_whole(
 def test_a_sequence_trains_where_a_64th_of_it_fits_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, length = 8000, 256  # a length that is no size of a weight
     budget = least_whole(model_of("llama", vocabulary), batch_of(length, vocabulary), monkeypatch)
-    monkeypatch.setattr(pipeline, "CHUNKS", (128,))
+    monkeypatch.setattr(frontend, "CHUNKS", (128,))
     program = start(model_of("llama", vocabulary), f"{budget}B")
     trains_as_eager(program, model_of("llama", vocabulary), batch_of(64 * length, vocabulary), steps=2)
     assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes <= budget
@@ -109,7 +109,7 @@ def test_a_sequence_trains_where_a_64th_of_it_fits_whole(monkeypatch: pytest.Mon
 
 def test_packed_documents_have_loops_and_train_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = int(0.9 * least_whole(model_of("llama"), packed(), monkeypatch))  # attention takes most
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     program = start(model_of("llama"), f"{budget}B")
     eager = model_of("llama")
     eager.config.use_cache = False  # else it does not tell documents apart
@@ -149,14 +149,14 @@ def test_a_refusal_says_what_stays_whole(
     why: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS[:1])
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS[:1])
     with pytest.raises(megacompile.BudgetError) as caught:
         start(make(), "100B").prepare(batch())
     assert why in str(caught.value) if why else "whole" not in str(caught.value)
 
 
 def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     program = start(model_of("llama"), "1GB")
     program.prepare(batch_of())
     assert program.schedule.work.loops == (0, 0) and "chunks" not in str(program.plan)
@@ -164,7 +164,7 @@ def test_sequences_that_fit_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_with_loops_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = f"{int(0.5 * least_whole(model_of('llama'), batch_of(), monkeypatch))}B"
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     first = start(model_of("llama"), budget)
     again = start(model_of("llama"), budget, plan=(first.prepare(batch_of()), first.plan)[1])
     losses = [float(program.train_step(batch_of()).loss) for program in (first, again)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.api import pipeline
+from megacompile.api import frontend
 from tests.support import judge_eager
 from tests.support.judge import judge
 from tests.support.zoo import Batch, Case, _of, causal, tokens
@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_model_trains_in_chunks_as_eager_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five clipped steps, dropout included; the least budget is that of chunks."""
-    monkeypatch.setattr(pipeline, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(frontend, "CHUNKS", CHUNKS)
     monkeypatch.setattr(judge_eager, "STEPS", 5)
     verdict = judge(case, torch.float32)
     assert verdict.status == "right", verdict.reason

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 import megacompile
+from megacompile.api.device_weights import DeviceWeights
 from megacompile.api.merged_weights import MergedWeights
-from megacompile.api.rollout import DeviceWeights
 from tests.support import images
 from tests.support.examples import load_example
 from tests.support.models import build

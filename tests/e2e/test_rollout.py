@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.api.rollout import Completions, Forecast
+from megacompile.api.rollout_forecast import Completions, Forecast
 from tests.e2e.test_generate import NEW, left_padded, prompts
 from tests.e2e.test_predict import trained
 from tests.support.coded_weights import Linear4bit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import megacompile
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks import policies
 from megacompile.blocks.block_functions import BlockFunction
 from megacompile.kernels import _triton

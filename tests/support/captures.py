@@ -1,6 +1,6 @@
 """Captures of equal models, remembered: most of a small test's time is tracing what another one traced.
 
-In: what a :class:`~megacompile.api.pipeline.Frontend` asks of its stages. Out: what they gave before for an
+In: what a :class:`~megacompile.api.frontend.Frontend` asks of its stages. Out: what they gave before for an
 equal model, loss and batch. Only modules and functions of torch, transformers, peft, of tests where they are
 no function's own, and of ours are told equal, and only while nothing but plain data is attached to them; any
 other is captured anew.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
@@ -34,7 +34,7 @@ _KNOWN = (
     "peft.",
     "tests.support.",
     "megacompile.graph.captured.",
-    "megacompile.api.program.",
+    "megacompile.api.generate.",
     "megacompile.integrations.",
 )
 _OF_PLAIN_DATA = (

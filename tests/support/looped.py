@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks.chunk_loops import WHOLE, length_of, means_as_sums, role, two_lengths
 from megacompile.blocks.joint_graph import Joint
 from megacompile.blocks.partition import Template

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks import block_functions, joint_graph
 from megacompile.blocks.joint_graph import trace_joint
 from megacompile.blocks.partition import Template

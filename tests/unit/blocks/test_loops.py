@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks import chunk_loops, joint_graph, policies
 from megacompile.blocks.chunk_loops import length_of, two_lengths
 from megacompile.blocks.joint_graph import Joint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.capture.batch import read_batch
 from megacompile.cli.estimator import Question, Study

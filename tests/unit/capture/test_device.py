@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.api.pipeline import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.capture import refusals
 from megacompile.capture.batch import read_batch
 

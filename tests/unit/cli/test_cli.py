@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.api.rollout import Completions, Forecast, forecast
+from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.padding import reach
 from megacompile.cli import models, plan_command

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.capture.batch import read_batch
 from megacompile.cli.models import Model, build
 from megacompile.cli.repeat_layers import Repeated

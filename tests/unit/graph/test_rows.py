@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.api import compile
-from megacompile.api.pipeline import Compiler, Frontend
+from megacompile.api.frontend import Frontend
+from megacompile.api.pipeline import Compiler
 from megacompile.capture.batch import read_batch
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.trace import capture

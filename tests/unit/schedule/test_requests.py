@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.api.pipeline import Frontend
+from megacompile.api.frontend import Frontend
 from megacompile.blocks.weight_groups import SEED_BYTES
 from megacompile.capture.batch import read_batch
 from megacompile.hardware.caching_allocator import step_requests
