@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megacompile.passes.compute_order import compute_order, insert_recompute
+from megacompile.passes.assign_slots import assign_slots
+from megacompile.passes.compute_order import compute_order
 from megacompile.passes.insert_collectives import insert_collectives
+from megacompile.passes.insert_frees import insert_frees
 from megacompile.passes.insert_gradients import insert_gradients
-from megacompile.passes.insert_offload import insert_offload, insert_offloaded_io
+from megacompile.passes.insert_offload import insert_offload
+from megacompile.passes.insert_offloaded_io import insert_offloaded_io
 from megacompile.passes.insert_orthogonalization import insert_orthogonalization
-from megacompile.passes.insert_prefetch import assign_slots, insert_frees, insert_prefetch
-from megacompile.passes.place_state import insert_state_io, keep_state
+from megacompile.passes.insert_prefetch import insert_prefetch
+from megacompile.passes.insert_recompute import insert_recompute
+from megacompile.passes.insert_state_io import insert_state_io
+from megacompile.passes.keep_state import keep_state
 from megacompile.passes.synchronize import synchronize
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step

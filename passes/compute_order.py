@@ -1,5 +1,8 @@
-"""The plain step in the plan's loop order, with what a block kept nothing of computed again before its
-backward."""
+"""Write the plain step: loads of the batch, forwards and backwards, in the plan's loop order.
+
+A forward alone is followed by copies of those of its outputs that are results of the step. So is one whose
+loss is computed outside; gradients by the results then come before the backwards that read them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,6 @@ from megacompile.schedule.op_table import (
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, compute_op
 from megacompile.schedule.workload import CheckpointPolicy, ValueWork, Workload
-
-# ------------------------------------------------------------------------------------------------------------
-# The plain step: loads of the batch, forwards and backwards, in the plan's loop order.
-#
-# A forward alone is followed by copies of those of its outputs that are results of the step. So is one whose
-# loss is computed outside; gradients by the results then come before the backwards that read them.
 
 
 def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
@@ -144,24 +141,3 @@ def _around_sums(op: Op, given: list[ValueWork], begun: list[ValueWork], missing
     casting = max((value.nbytes for value in cast), default=-missing_bytes) + missing_bytes
     returned = end + more + max((value.nbytes for value in begun), default=0)
     return op.with_(peak_bytes=max(op.peak_bytes - less, casting, returned), end_bytes=end + more)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Where a block keeps nothing, compute its saved tensors again right before its backward.
-
-
-def insert_recompute(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Insert a recompute before each backward whose block was planned to keep nothing."""
-    ops: list[Op] = []
-    token_bytes = dict(step.token_bytes)
-    for op in step.ops:
-        if op.kind == "backward":
-            policy = work.blocks[op.block].policy(plan.blocks[op.block].checkpoint)
-            if policy.recompute is not None:
-                saved = Saved(op.block, op.micro)
-                token_bytes[saved] = policy.saved_bytes
-                ops.append(
-                    compute_op("recompute", op.block, op.micro, policy, policy.recompute, (), (saved,))
-                )
-        ops.append(op)
-    return step.with_(ops=tuple(ops), token_bytes=token_bytes)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacompile.blocks.weight_groups import SQUARED
-from megacompile.passes.place_state import gradients_that_wait
+from megacompile.passes.keep_state import gradients_that_wait
 from megacompile.schedule.op_table import (
     HostGrad,
     Kind,

@@ -56,14 +56,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "passes",
-        "passes/insert_prefetch.py",
+        "passes/assign_slots.py",
         "stays[after][0] < end)",
         "stays[after][0] < start)",
         ("tests/unit/schedule/test_orders.py::test_what_lowering_makes_is_proven",),
     ),
     Fault(
         "passes",
-        "passes/insert_prefetch.py",
+        "passes/insert_frees.py",
         "                last[token] = index\n",
         "                last.setdefault(token, index)\n",
         ("tests/unit/passes/test_passes.py",),
@@ -91,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "passes",
-        "passes/insert_offload.py",
+        "passes/insert_offloaded_io.py",
         "begin = max(begin, fills[number - plan.window])",
         "begin = max(begin, fills[number - plan.window] - 1)",
         ("tests/unit/passes/test_passes.py",),

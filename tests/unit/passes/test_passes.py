@@ -37,9 +37,6 @@ def shown(step: Step) -> list[str]:
     return text
 
 
-# ---- compute_order ------------------------------------------------------------------------------
-
-
 def test_compute_order_depth() -> None:
     assert shown(run("compute_order", CHAIN, uniform(CHAIN))) == [
         "load(value=0)",
@@ -101,9 +98,6 @@ def test_a_gradient_that_nobody_made_is_zeros_that_the_backward_makes() -> None:
     assert (new.peak_bytes, new.end_bytes) == (old.peak_bytes + 77, old.end_bytes + 77)
 
 
-# ---- insert_recompute ---------------------------------------------------------------------------
-
-
 def test_insert_recompute_only_where_a_block_keeps_nothing() -> None:
     plan = replace(uniform(CHAIN, "all"), blocks=tuple(map(BlockPlan, ["none", "all", "none"])))
     step = run("compute_order insert_recompute", CHAIN, plan)
@@ -124,9 +118,6 @@ def test_saved_tensors_of_no_bytes_stay_until_their_backward() -> None:
     step = lower(replace(CHAIN, blocks=blocks), uniform(CHAIN), TRAIN)
     assert step.ops[find(step, "recompute", block=1)].frees == ()
     assert ("saved", 1, 0) in step.ops[find(step, "backward", block=1)].donates
-
-
-# ---- insert_offload -----------------------------------------------------------------------------
 
 
 def test_insert_offload_goes_with_the_next_block_and_returns_one_ahead() -> None:
@@ -181,9 +172,6 @@ def test_insert_offload_follows_each_blocks_plan() -> None:
     plan = replace(plan, blocks=(plan.blocks[0], *(BlockPlan("all"),) * 3))
     step = run("compute_order insert_offload", chain(4), plan)
     assert [op.block for op in step.ops if op.kind == "offload"] == [0]
-
-
-# ---- insert_prefetch ----------------------------------------------------------------------------
 
 
 def test_insert_prefetch_one_ahead() -> None:
@@ -260,9 +248,6 @@ def test_insert_prefetch_per_group() -> None:
         "evict(group=1)",
         "evict(group=0)",
     ]
-
-
-# ---- insert_gradients ---------------------------------------------------------------------------
 
 
 def test_insert_gradients_immediate() -> None:
@@ -378,9 +363,6 @@ def test_a_slot_is_filled_again_while_the_gradient_leaves() -> None:
     ]
 
 
-# ---- insert_orthogonalization -------------------------------------------------------------------
-
-
 def with_matrices(work: Workload, groups: tuple[int, ...]) -> Workload:
     matrices = MatrixUpdates(((10, 20), (5, 10)), 5, 900)
     changed = {g: replace(work.groups[g], update_moved=2000, matrices=matrices) for g in groups}
@@ -439,9 +421,6 @@ def buffer_of(op: Op) -> int:
     return op.buffer.slot
 
 
-# ---- insert_offloaded_io ----------------------------------------------------------------------------
-
-
 def test_insert_offloaded_io_passes_them_through_two_buffers() -> None:
     """A read starts when its buffer has done its duty; what a drive moves is whole pages."""
     work = chain(5)
@@ -463,9 +442,6 @@ def test_insert_offloaded_io_passes_them_through_two_buffers() -> None:
         ("reload", 0, 1),
     ]
     assert {op.nbytes for op in step.ops if op.kind in ("read_offloaded", "write_offloaded")} == {4096}
-
-
-# ---- insert_state_io ----------------------------------------------------------------------------
 
 
 def test_insert_state_io_passes_state_through_two_buffers() -> None:
@@ -518,9 +494,6 @@ def test_insert_state_io_leaves_frozen_groups_where_they_are_and_reads_their_wei
     assert {op.group for op in step.ops if op.kind == "read_weights"} == {0, 1, 2}
 
 
-# ---- insert_frees -------------------------------------------------------------------------------
-
-
 def test_insert_frees_after_the_last_use() -> None:
     step = run("compute_order insert_gradients insert_frees", CHAIN, uniform(CHAIN, "all"))
     assert [line for line in shown(step) if "free=" in line] == [
@@ -529,9 +502,6 @@ def test_insert_frees_after_the_last_use() -> None:
         'backward(block=1, free=[("x", 1, 0)])',
         'backward(block=0, free=[("x", 0, 0)])',
     ]
-
-
-# ---- assign_slots -------------------------------------------------------------------------------
 
 
 def slots(work: Workload, plan: Plan) -> tuple[list[int], int]:
@@ -560,9 +530,6 @@ def test_assign_slots_sizes_the_ring_for_the_largest_gradient_that_passes() -> N
     groups = tuple(GroupWork(f"g{i}", 1000 * (i + 1), 1) for i in range(3))
     step = lower(replace(CHAIN, groups=groups), uniform(CHAIN, "all"), TRAIN)
     assert step.ring == (3000, 2000)
-
-
-# ---- synchronize --------------------------------------------------------------------------------
 
 
 def test_synchronize_waits_for_what_is_needed_and_no_more() -> None:
@@ -595,9 +562,6 @@ def all_waits() -> list[tuple[Event, ...]]:
     return [op.waits for step in steps for op in step.ops]
 
 
-# ---- the order of passes ------------------------------------------------------------------------
-
-
 def test_every_pass_finds_what_it_requires() -> None:
     done: set[str] = set()
     for item in PASSES:
@@ -614,9 +578,6 @@ def test_a_pass_that_comes_too_late_is_noticed(late: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(passes, "PASSES", (*others, moved))
     with pytest.raises(AssertionError, match=r"runs before .* are provided"):
         lower(CHAIN, uniform(CHAIN), TRAIN)
-
-
-# ---- memory -------------------------------------------------------------------------------------
 
 
 def test_memory_curve_of_a_chain() -> None:

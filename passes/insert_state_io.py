@@ -1,71 +1,19 @@
-"""State of weight groups beyond RAM: kept on the device, or on NVMe behind small windows of host buffers."""
+"""Bring what lives on NVMe into a small window of host buffers before it is wanted, and write it back.
+
+Two windows of ``plan.window`` buffers each: streamed weights are read before their prefetch, the rest of a
+group's state before its adam, each as soon as the buffer that comes next has done its duty. Weights that
+are still in the window when their group is prefetched again are not read a second time.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megacompile.schedule.op_table import Disk, Master, Resident, Staged, Token, Weights, Window
-from megacompile.schedule.plan import Mode, Plan, updated_groups
+from megacompile.schedule.op_table import Disk, Master, Staged, Window
+from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, weave
 from megacompile.schedule.workload import Workload
-
-# ------------------------------------------------------------------------------------------------------------
-# Keep the state of some weight groups on the device: their blocks read it where it is updated.
-#
-# Such a group is never fetched and its gradient never leaves. It takes its weights, masters and moments all
-# the time, its gradient in FP32 where that has to wait (clipping, several contributions), and all such groups
-# together one buffer for a gradient that is used at once.
-#
-# Where ranks share the group, each keeps its shards. Blocks then read what is gathered from those, and a
-# gradient always waits, as a shard in FP32, so that no block waits for an exchange.
-
-
-def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Let blocks of one rank read Resident for Weights, and count what the groups take."""
-    resident = tuple(g for g, group in enumerate(plan.groups) if group.state == "device")
-    if not resident:
-        return step
-    kept = set(resident)
-
-    def where(token: Token) -> Token:
-        return Resident(token.group) if isinstance(token, Weights) and token.group in kept else token
-
-    ops = step.ops
-    if work.ranks == 1:
-        ops = tuple(op.with_(reads=tuple(map(where, op.reads))) for op in ops)
-    nbytes = sum(work.groups[g].resident_bytes for g in resident)
-    waiting = gradients_that_wait(ops, work, mode) & kept
-    nbytes += sum(work.groups[g].gradient_bytes for g in waiting)
-    used = [g for g in resident if g in updated_groups(work, mode) and g not in waiting]
-    nbytes += max((work.groups[g].nbytes for g in used), default=0)
-    return step.with_(ops=ops, resident=resident, constant_bytes=step.constant_bytes + nbytes)
-
-
-def gradients_that_wait(ops: tuple[Op, ...], work: Workload, mode: Mode) -> set[int]:
-    """Trained groups on the device whose update does not directly follow their gradient.
-
-    Between steps of accumulation, gradients wait through other steps too.
-    """
-    if mode.keeps_gradients or work.ranks > 1:
-        return set(updated_groups(work, mode))
-    waiting = {g for g, blocks in work.contributions.items() if len(blocks) > 1}
-    given: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        if op.kind == "backward":
-            given |= {g: index for g, _ in work.blocks[op.block].grad_groups}
-        waiting |= {
-            t.group for t in op.reads if isinstance(t, Resident) and given.get(t.group, index) < index
-        }
-    return waiting
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Bring what lives on NVMe into a small window of host buffers before it is wanted, and write it back.
-#
-# Two windows of ``plan.window`` buffers each: streamed weights are read before their prefetch, the rest of a
-# group's state before its adam, each as soon as the buffer that comes next has done its duty. Weights that
-# are still in the window when their group is prefetched again are not read a second time.
 
 
 def insert_state_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
