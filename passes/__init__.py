@@ -71,15 +71,15 @@ def lower(work: Workload, plan: Plan, mode: Mode) -> Step:
 def lower_memory(work: Workload, plan: Plan, mode: Mode) -> Step:
     """The step before its waits: all that its peak depends on, at half the cost of the whole."""
     step = Step((), {}, mode.micro_batches, constant_bytes=work.constant_bytes)
-    return _run(PASSES[:-1], step, work, plan, mode)
+    return _run_passes(PASSES[:-1], step, work, plan, mode)
 
 
 def finish(step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Add the waits to what :func:`lower_memory` left."""
-    return _run(PASSES[-1:], step, work, plan, mode)
+    return _run_passes(PASSES[-1:], step, work, plan, mode)
 
 
-def _run(passes: tuple[Pass, ...], step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
+def _run_passes(passes: tuple[Pass, ...], step: Step, work: Workload, plan: Plan, mode: Mode) -> Step:
     for item in passes:
         missing = item.requires - step.done
         assert not missing, f"{item.name} runs before {sorted(missing)} are provided"

@@ -14,16 +14,16 @@ from megacompile.schedule.step import Op, Step
 from megacompile.schedule.workload import Workload
 
 ALIGNMENT = 512
-_Place = tuple[int, int]  # offset and bytes
+_Slot = tuple[int, int]  # offset and bytes
 
 
 def assign_slots(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     """Set ``offset`` of prefetches and evicts, the size of the slab, and the ring's buffers."""
-    stays = sorted(_spans(step.ops), key=lambda s: (-work.groups[s[2]].nbytes, s[0]))
-    places: dict[_Place, list[tuple[int, int]]] = {}  # by offset; per place its stays in order of time
+    stays = sorted(_stay_spans(step.ops), key=lambda s: (-work.groups[s[2]].nbytes, s[0]))
+    places: dict[_Slot, list[tuple[int, int]]] = {}  # by offset; per place its stays in order of time
     offsets: dict[int, int] = {}
     for start, end, group in stays:
-        nbytes = _aligned(work.groups[group].nbytes)
+        nbytes = _aligned_bytes(work.groups[group].nbytes)
         offset = _first_fit(places, start, end, nbytes)
         if (offset, nbytes) not in places:
             places = dict(sorted([*places.items(), ((offset, nbytes), [])]))
@@ -34,7 +34,7 @@ def assign_slots(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
     return step.with_(ops=ops, slab_bytes=slab, ring=_ring_bytes(step.ops, work))
 
 
-def _spans(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
+def _stay_spans(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
     """(index of prefetch, index of evict, group) of each stay."""
     open_stays: dict[int, int] = {}
     stays = []
@@ -46,7 +46,7 @@ def _spans(ops: tuple[Op, ...]) -> list[tuple[int, int, int]]:
     return stays
 
 
-def _first_fit(places: dict[_Place, list[tuple[int, int]]], start: int, end: int, nbytes: int) -> int:
+def _first_fit(places: dict[_Slot, list[tuple[int, int]]], start: int, end: int, nbytes: int) -> int:
     """The least offset that is free from ``start`` to ``end``; one place's stays never overlap."""
     offset = 0
     for (begin, size), stays in places.items():
@@ -58,7 +58,7 @@ def _first_fit(places: dict[_Place, list[tuple[int, int]]], start: int, end: int
     return offset
 
 
-def _aligned(nbytes: int) -> int:
+def _aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -34,17 +34,17 @@ def insert_offloaded_io(step: Step, *, work: Workload, plan: Plan, mode: Mode) -
         if op.kind == "offload":
             home = op.writes
             ops[index] = op.with_(writes=(buffer,))
-            after[index].append(_move("write_offloaded", op, reads=(buffer,), writes=home))
+            after[index].append(_drive_move("write_offloaded", op, reads=(buffer,), writes=home))
             begin = index
         else:
             if number >= plan.window:  # what the buffer held is on its way to the drive or to the device
                 begin = max(begin, fills[number - plan.window])
-            after[begin].append(_move("read_offloaded", op, reads=op.reads, writes=(buffer,)))
+            after[begin].append(_drive_move("read_offloaded", op, reads=op.reads, writes=(buffer,)))
             ops[index] = op.with_(reads=(buffer,))
     return step.with_(ops=weave(tuple(ops), {}, after), window=plan.window)
 
 
-def _move(kind: Kind, op: Op, *, reads: tuple[Token, ...], writes: tuple[Token, ...]) -> Op:
+def _drive_move(kind: Kind, op: Op, *, reads: tuple[Token, ...], writes: tuple[Token, ...]) -> Op:
     stream: Stream = "nvme_read" if kind == "read_offloaded" else "nvme_write"
     nbytes = -(-op.nbytes // _PAGE) * _PAGE
     return Op(kind, stream, op.block, micro=op.micro, reads=reads, writes=writes, nbytes=nbytes)

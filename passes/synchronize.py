@@ -14,7 +14,7 @@ from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Event, Op, Step
 from megacompile.schedule.workload import Workload
 
-_Place = tuple[int, int]  # first byte and end of a slot
+_SlotRange = tuple[int, int]  # first byte and end of a slot
 _COMPUTE = STREAMS.index("compute")
 _STREAM = {stream: position for position, stream in enumerate(STREAMS)}
 
@@ -68,8 +68,8 @@ class _Walker:
         self.clocks = [[0] * len(STREAMS) for _ in STREAMS]
         self.writer: list[_Visit | None] = [None] * tokens
         self.readers: list[dict[int, _Visit]] = [{} for _ in range(tokens)]  # the last of each stream
-        self.stays: dict[_Place, _Visit] = {}  # the last evict from each place in the slab
-        self.overlaps: dict[_Place, list[_Place]] = {}
+        self.stays: dict[_SlotRange, _Visit] = {}  # the last evict from each place in the slab
+        self.overlaps: dict[_SlotRange, list[_SlotRange]] = {}
         self.compute: _Visit | None = None
 
     def visit(self, item: _Item) -> tuple[Event, ...]:
@@ -109,7 +109,7 @@ class _Walker:
             _keep_last(latest, self.compute)  # what it takes may have been given back just before
         return latest
 
-    def _earlier_stays(self, place: _Place) -> Iterator[_Visit]:
+    def _earlier_stays(self, place: _SlotRange) -> Iterator[_Visit]:
         """The last evict from each place in the slab that overlaps this one."""
         if place not in self.overlaps:
             self.overlaps[place] = [p for p in self.stays if p[0] < place[1] and place[0] < p[1]]
@@ -127,7 +127,7 @@ class _Walker:
             if item.leaves is not None:
                 self._end_stay(item.leaves, visit)
 
-    def _end_stay(self, place: _Place, visit: _Visit) -> None:
+    def _end_stay(self, place: _SlotRange, visit: _Visit) -> None:
         if place not in self.stays:
             for other, known in self.overlaps.items():
                 if other[0] < place[1] and place[0] < other[1]:

@@ -10,7 +10,8 @@ from megacompile.errors import MegacompileError
 from megacompile.planner.search import check_fits
 from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
-from megacompile.schedule.plan import Plan, plan_table
+from megacompile.schedule.plan import Plan
+from megacompile.schedule.plan_text import plan_table
 from megacompile.text_files import path_of, read_text
 from megacompile.units import format_bytes
 

@@ -54,7 +54,7 @@ from megacompile.report.dump import write_dump
 from megacompile.report.plots import canvas, save
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.op_table import STREAMS
-from megacompile.schedule.plan import plan_table
+from megacompile.schedule.plan_text import plan_table
 from megacompile.state.moment_formats import CODINGS, state_bytes
 from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes, format_count, format_hours, format_seconds

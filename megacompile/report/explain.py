@@ -11,7 +11,8 @@ from megacompile.errors import MegacompileError
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
 from megacompile.schedule.op_table import STREAMS, Offloaded
-from megacompile.schedule.plan import BlockPlan, GroupPlan, Plan, block_text, folded, group_text
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Plan
+from megacompile.schedule.plan_text import block_text, folded, group_text
 from megacompile.schedule.step import Step, peak_bytes, spilled_bytes
 from megacompile.units import format_bytes
 

@@ -33,17 +33,8 @@ from megacompile.report.explain import explain
 from megacompile.report.plots import kept_before
 from megacompile.schedule.emit import emit_step, line_of_each, statement
 from megacompile.schedule.op_table import STREAMS
-from megacompile.schedule.plan import (
-    Mode,
-    Plan,
-    block_text,
-    check_counts,
-    folded,
-    group_text,
-    plan_rows,
-    plan_table,
-    whole_step,
-)
+from megacompile.schedule.plan import Mode, Plan, check_counts
+from megacompile.schedule.plan_text import block_text, folded, group_text, plan_rows, plan_table, whole_step
 from megacompile.schedule.step import Event, Op, Step, memory_curve, peak_bytes
 from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import Workload

@@ -1,134 +1,19 @@
-"""Emit: the scheduled step as Python source that a person can read, equal layers as loops."""
+"""Emit: the scheduled step as Python source that a person can read.
+
+One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that repeat
+with indices moving evenly, as they do over equal layers, are printed as a loop.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megacompile.printable import printable
+from megacompile.schedule.emit_loops import Statement, find_loops, loop_lines, loop_variable, read_statement
 from megacompile.schedule.op_table import SPECS, Buffer, Ring, Shard, Token
 from megacompile.schedule.step import Event, Op, Step
 from megacompile.schedule.workload import Workload
-
-# ------------------------------------------------------------------------------------------------------------
-# Loops: statements that repeat with numbers moving evenly, as they do over equal layers, as a ``for``.
-
-
-_INTEGER = re.compile(r"(?<![A-Za-z_0-9.])-?\d+")
-_LONGEST_BODY = 64
-_HOLE = "\0"
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """A line of code with its numbers taken out."""
-
-    shape: str
-    numbers: tuple[int, ...]
-
-    def text(self, expressions: Sequence[str]) -> str:
-        """The line with other expressions in their place."""
-        parts = self.shape.split(_HOLE)
-        text = "".join(a + b for a, b in zip(parts, (*expressions, ""), strict=True))
-        return re.sub(r"\((\w+)\) %", r"\1 %", text)  # parentheses around a single term
-
-
-def read_statement(text: str) -> Statement:
-    """A line of code as its shape and its numbers."""
-    return Statement(_INTEGER.sub(_HOLE, text), tuple(int(n) for n in _INTEGER.findall(text)))
-
-
-def find_loops(statements: list[Statement]) -> list[tuple[int, int, int]]:
-    """(start, body length, repetitions), covering all statements in the fewest lines."""
-    count = len(statements)
-    periods = range(1, min(_LONGEST_BODY, count // 2) + 1)
-    repetitions = {period: _repetitions(statements, period) for period in periods}
-    lines = [0] * (count + 1)  # that print the statements from here on
-    choice = [(1, 1)] * count
-    for start in reversed(range(count)):
-        lines[start] = 1 + lines[start + 1]
-        for period in periods:
-            most = repetitions[period][start] if start + 2 * period <= count else 1
-            for times in (most, most - 1):
-                printed = 1 + period + lines[start + period * times] if times > 1 else count
-                if printed < lines[start]:
-                    lines[start], choice[start] = printed, (period, times)
-    found, start = [], 0
-    while start < count:
-        found.append((start, *choice[start]))
-        start += choice[start][0] * choice[start][1]
-    return found
-
-
-def _repetitions(statements: list[Statement], period: int) -> list[int]:
-    """Return how often the ``period`` statements from each position on follow each other.
-
-    All numbers must move evenly. Any two numbers do, so two repetitions alone count only if none
-    moves by more than one.
-    """
-    moves = [_move(a, b) for a, b in zip(statements, statements[period:], strict=False)]
-    counts = [1] * len(moves)
-    alike = close = even = 0  # how many moves from here on exist, are small, equal the next body's
-    for start in reversed(range(len(moves))):
-        move = moves[start]
-        alike = alike + 1 if move is not None else 0
-        close = close + 1 if move is not None and all(-1 <= m <= 1 for m in move) else 0
-        following = moves[start + period] if start + period < len(moves) else None
-        even = even + 1 if move is not None and move == following else 0
-        if alike >= period:
-            times = 2 + even // period
-            counts[start] = times if times > 2 or close >= period else 1
-    return counts
-
-
-def _move(first: Statement, second: Statement) -> tuple[int, ...] | None:
-    if first.shape != second.shape:
-        return None
-    return tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
-
-
-def loop_lines(body: list[Statement], following: list[Statement], count: int) -> list[str]:
-    origin, stride = loop_variable(body, following)
-    stop = origin + count * stride
-    steps = f"{origin}, {stop}" if stride == 1 else f"{origin}, {stop}, {stride}"
-    lines = [f"    for i in range({steps}):"]
-    for s, t in zip(body, following, strict=True):
-        expressions = [
-            _expression(a, (b - a) * stride, origin) for a, b in zip(s.numbers, t.numbers, strict=True)
-        ]
-        lines.append(f"        {s.text(expressions)}")
-    return lines
-
-
-def loop_variable(body: list[Statement], following: list[Statement]) -> tuple[int, int]:
-    """(first value, step) of a loop's variable: the first number that moves by one."""
-    moves = [
-        (a, b - a)
-        for s, t in zip(body, following, strict=True)
-        for a, b in zip(s.numbers, t.numbers, strict=True)
-    ]
-    return next(((a, d) for a, d in moves if abs(d) == 1), (0, 1))
-
-
-def _expression(value: int, slope: int, origin: int) -> str:
-    """``value + slope * (i - origin)`` in its shortest form."""
-    if slope == 0:
-        return str(value)
-    constant = value - slope * origin
-    term = {1: "i", -1: "-i"}.get(slope, f"{slope} * i")
-    if slope == -1 and constant > 0:
-        return f"{constant} - i"
-    if constant == 0:
-        return term
-    return f"{term} {'+' if constant > 0 else '-'} {abs(constant)}"
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Emit: the scheduled step as Python source that a person can read.
-#
-# One statement per operation, in program order, as calls on a runtime ``rt``. Runs of statements that repeat
-# with indices moving evenly, as they do over equal layers, are printed as a loop.
 
 
 def emit_step(step: Step, work: Workload, *, title: str) -> str:
@@ -169,17 +54,17 @@ def fold(names: Sequence[str]) -> list[str]:
     start = 0
     while start < len(names):
         end = start + 1
-        while end < len(names) and _alike(names[start], names[end], end - start):
+        while end < len(names) and _counted_evenly(names[start], names[end], end - start):
             end += 1
         if end - start == 1:
             lines.append(f"{start}  {names[start]}")
         else:
-            lines.append(f"{start}-{end - 1}  {_span(names[start], names[end - 1])}")
+            lines.append(f"{start}-{end - 1}  {_name_range(names[start], names[end - 1])}")
         start = end
     return lines
 
 
-def _alike(first: str, other: str, distance: int) -> bool:
+def _counted_evenly(first: str, other: str, distance: int) -> bool:
     a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", other)
     if len(a) != len(b) or a[::2] != b[::2]:
         return False
@@ -187,7 +72,7 @@ def _alike(first: str, other: str, distance: int) -> bool:
     return len(moved) == 1 and moved[0][1] - moved[0][0] == distance
 
 
-def _span(first: str, last: str) -> str:
+def _name_range(first: str, last: str) -> str:
     a, b = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
     return "".join(x if x == y else f"{x}-{y}" for x, y in zip(a, b, strict=True))
 
@@ -219,9 +104,6 @@ def _wrapped(text: str, width: int = 100) -> list[str]:
             line = "   "
         line = f"{line} {word}" if line else word
     return [*lines, line]
-
-
-# ---- statements ---------------------------------------------------------------------------------
 
 
 def _statements(step: Step) -> list[Statement]:
@@ -303,9 +185,9 @@ def statement(op: Op, prefetch: int = 0, turns: Turns | None = None) -> str:
     if op.buffer is not None:
         arguments.append(f"slot={_slot(op.buffer, turns)}")
     if op.waits:
-        arguments.append(f"after={_tokens(op.waits)}")
+        arguments.append(f"after={_token_list(op.waits)}")
     if op.frees and not any(text.endswith("frees") for text in given):
-        arguments.append(f"free={_tokens(op.frees)}")
+        arguments.append(f"free={_token_list(op.frees)}")
     return f"rt.{op.kind}({', '.join(arguments)})"
 
 
@@ -320,7 +202,7 @@ def _argument(op: Op, text: str, prefetch: int, turns: Turns) -> str:
         case "read" | "write":
             return f"{name}={_home((op.reads if what == 'read' else op.writes)[0], turns)}"
         case "reads" | "writes" | "frees":
-            return f"{name}={_tokens(getattr(op, what))}".removeprefix("=")
+            return f"{name}={_token_list(getattr(op, what))}".removeprefix("=")
         case _:
             return f"{what}={getattr(op, what)}"
 
@@ -343,5 +225,5 @@ def _token(token: Token | Event) -> str:
     return "(" + ", ".join([f'"{token[0]}"', *map(str, token[1:])]) + ("," if len(token) == 1 else "") + ")"
 
 
-def _tokens(tokens: Sequence[Token | Event]) -> str:
+def _token_list(tokens: Sequence[Token | Event]) -> str:
     return "[" + ", ".join(map(_token, tokens)) + "]"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, dataclass_transform
 Stream = Literal["compute", "h2d", "d2h", "host", "nvme_read", "nvme_write", "comm"]
 STREAMS: tuple[Stream, ...] = ("compute", "h2d", "d2h", "host", "nvme_read", "nvme_write", "comm")
 
-_TOKENS: dict[str, type[Token]] = {}  # by tag
+_TOKEN_CLASSES: dict[str, type[Token]] = {}  # by tag
 
 
 @dataclass_transform(frozen_default=True)
@@ -39,7 +39,7 @@ class Token(tuple[Any, ...]):
         for place, name in enumerate(cls.numbers, 1):
             setattr(cls, name, property(itemgetter(place)))
         if tag:
-            _TOKENS[tag] = cls
+            _TOKEN_CLASSES[tag] = cls
             # one object for equal tokens: searches make millions, and the collector never untracks them
             make = functools.cache(lambda kind, *numbers: tuple.__new__(kind, (tag, *numbers)))
             cls.__new__ = make  # type: ignore[assignment]
@@ -50,7 +50,7 @@ class Token(tuple[Any, ...]):
 
 def typed(token: tuple[Any, ...]) -> Token:
     """The token that emitted source prints as a plain tuple."""
-    return tuple.__new__(_TOKENS[token[0]], token)
+    return tuple.__new__(_TOKEN_CLASSES[token[0]], token)
 
 
 class OfValue(Token):

@@ -1,4 +1,10 @@
-"""The light step: one training step as a tuple of frozen operations on a few in-order streams."""
+"""The light step: one training step as a tuple of frozen operations on a few in-order streams.
+
+Operations on one stream run in program order. Between streams only ``waits`` orders them: an operation
+waits for the latest event of each name that was recorded before it in program order, as a CUDA event does.
+Device bytes that live between operations are tokens; a token is taken by the operation that writes it and
+given back by the one that lists it in ``frees``.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +29,6 @@ from megacompile.schedule.op_table import (
     Weights,
 )
 from megacompile.schedule.workload import Call, CheckpointPolicy, KernelWork
-
-# ------------------------------------------------------------------------------------------------------------
-# The light step: one training step as a tuple of frozen operations on a few in-order streams.
-#
-# Operations on one stream run in program order. Between streams only ``waits`` orders them: an operation
-# waits for the latest event of each name that was recorded before it in program order, as a CUDA event does.
-# Device bytes that live between operations are tokens; a token is taken by the operation that writes it and
-# given back by the one that lists it in ``frees``.
-
 
 Event = tuple[Any, ...]
 """The name of an operation's completion: its kind, followed by the numbers that tell its place."""
@@ -240,10 +237,6 @@ def name(op: Op) -> str:
     where += f" of block {op.block}" if op.block >= 0 else ""
     where += f", micro-batch {op.micro}" if op.micro else ""
     return f"{op.kind}{where} ({op.stream})"
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Operations put between those of a step: what several passes do with what they made.
 
 
 def weave(

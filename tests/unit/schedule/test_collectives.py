@@ -18,7 +18,8 @@ from megacompile.schedule.emit import emit_step
 from megacompile.schedule.op_table import COLLECTIVES, Agreed, Resident, Shard, Weights
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, peak_bytes
-from megacompile.schedule.verify import check_collectives, verify
+from megacompile.schedule.verify import verify
+from megacompile.schedule.verify_collectives import check_collectives
 from megacompile.schedule.workload import MatrixUpdates, Workload
 from tests.support.oracle import execute, sees_garbage, unordered
 from tests.support.problems import MODES, chain, find, plans, uniform, with_matrices, with_op, workloads
@@ -77,9 +78,6 @@ def moved(step: Step, index: int, to: int) -> Step:
     op = ops.pop(index)
     ops.insert(to - (index < to), op)
     return waiting_again(step.with_(ops=tuple(ops)))
-
-
-# ---- what lowering makes ------------------------------------------------------------------------
 
 
 @st.composite
@@ -211,9 +209,6 @@ def test_compute_waits_for_the_exchange_of_gradients_after_the_last_backward() -
         assert first > last
         early = [op for op in step.ops[:last] if op.stream == "compute" and op.kind not in ("free", "evict")]
         assert not [event for op in early for event in op.waits if event[0] in ("reduce", "add_shard")]
-
-
-# ---- planted faults -----------------------------------------------------------------------------
 
 
 def test_weights_that_are_never_gathered() -> None:

@@ -78,9 +78,6 @@ def test_proof_says_what_was_proven() -> None:
     assert "in every order" in str(proof)
 
 
-# ---- waits --------------------------------------------------------------------------------------
-
-
 LEFT_OUT = {
     "use before its prefetch": (
         IMMEDIATE, {"kind": "forward", "block": 2}, ("prefetch", 2),
@@ -127,9 +124,6 @@ def test_wait_for_what_nothing_records() -> None:
     refuse(bad, WORK, "load", "('reload', 7, 0), which nothing records")
 
 
-# ---- places -------------------------------------------------------------------------------------
-
-
 def test_slot_of_a_group_that_is_still_there() -> None:
     first, second = (IMMEDIATE.ops[find(IMMEDIATE, "prefetch", group=g)] for g in (0, 1))
     index = find(IMMEDIATE, "prefetch", group=1)
@@ -158,9 +152,6 @@ def test_adam_that_reads_another_groups_gradient() -> None:
     bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(reads=(Ring(0),)))
     bad = waiting_again(bad)
     refuse(bad, WORK, "adam of group 3", "0 of 1 contributions")
-
-
-# ---- lifetimes ----------------------------------------------------------------------------------
 
 
 def test_use_after_evict() -> None:
@@ -217,9 +208,6 @@ def test_free_outside_the_compute_stream() -> None:
     index = find(IMMEDIATE, "free", frees=(WeightGrad(3, 3, 0),))
     bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(stream="d2h"))
     refuse(bad, WORK, "free of group 3 of block 3 (d2h)", "outside the compute stream")
-
-
-# ---- updates ------------------------------------------------------------------------------------
 
 
 def test_adam_before_the_last_contribution_to_a_shared_weight() -> None:
@@ -289,8 +277,6 @@ def _uses(call: Call | None, groups: tuple[int, ...]) -> Call | None:
     return call and replace(call, groups=groups)
 
 
-# ---- the window ---------------------------------------------------------------------------------
-
 STORED = lower(WORK, uniform(WORK, state="nvme-all", prefetch_depth=0), Mode("train"))
 
 
@@ -341,9 +327,6 @@ def test_weights_read_after_their_update() -> None:
     refuse(bad, WORK, "read_weights of group 0", "this step has updated already")
 
 
-# ---- offloaded activations on NVMe
-# ----------------------------------------------------------------------------
-
 SPILLED = lower(WORK, uniform(WORK, "all", saved_on="nvme", window=2), Mode("train"))
 
 
@@ -390,9 +373,6 @@ def test_offload_that_is_read_and_not_taken() -> None:
         verify(bad, WORK)
 
 
-# ---- budget -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [IMMEDIATE, DEFERRED, OFFLOADED])
 def test_budget_exceeded_by_one_byte(step: Step) -> None:
     verify(step, WORK, budget_bytes=peak_bytes(step))
@@ -412,9 +392,6 @@ def test_budget_counts_a_gradient_that_leaves_later() -> None:
 def test_nothing_is_said_about_an_operation_that_is_alone() -> None:
     only = Step((Op("adam", "host", group=0, reads=(HostGrad(0),)),), {}, 1)
     assert verify(only, WORK).ordered_pairs == 0
-
-
-# ---- rows that the host gathers -------------------------------------------------------------------
 
 
 def looked_up() -> Workload:
@@ -493,9 +470,6 @@ def test_rows_of_a_table_whose_state_is_on_the_device() -> None:
     refuse(bad, ROWS_WORK, "gather (compute)", "state is on the device")
 
 
-# ---- results ------------------------------------------------------------------------------------
-
-
 RESULTS_WORK = replace(WORK, results=(3, 5))  # of a block in the middle, and of the last
 FORWARD = lower(RESULTS_WORK, uniform(RESULTS_WORK), Mode("evaluate"))
 
@@ -561,9 +535,6 @@ def test_a_result_that_is_copied_after_it_was_freed() -> None:
     refuse_forward(moved(FORWARD, index, after), "copy_result", "after forward of block 3")
 
 
-# ---- a loss outside of the program ----------------------------------------------------------------
-
-
 OUTSIDE_WORK = replace(
     WORK, blocks=(*WORK.blocks[:-1], replace(WORK.blocks[-1], tangents=(5,))), results=(5,), outside=True
 )
@@ -602,8 +573,6 @@ def test_a_step_that_gives_the_loss_no_result() -> None:
     inside = lower(WORK, uniform(WORK), Mode("train", 2))
     refuse(inside, OUTSIDE_WORK, "value 5", "0 times, where 1 is due")
 
-
-# ---- updates of matrices ------------------------------------------------------------------------
 
 MATRICES_WORK = replace(
     WORK,
