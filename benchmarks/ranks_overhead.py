@@ -30,7 +30,7 @@ from benchmarks.ranks_memory import on_host
 from benchmarks.report import machine_line
 from benchmarks.step_overhead import batch_of, build
 from megacompile import Program
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 
 RANKS = 2
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megacompile.api.pipeline import Scheduled
 from megacompile.api.settings import Settings
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError
 from megacompile.runtime.device import Device
 from megacompile.schedule.plan import Plan

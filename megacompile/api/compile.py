@@ -19,8 +19,8 @@ from megacompile.api.session import Session
 from megacompile.api.settings import Settings
 from megacompile.blocks.inductor import check_compiler
 from megacompile.capture.module_wrappers import unwrapped
-from megacompile.distributed.collectives import World
 from megacompile.distributed.ranks import find_ranks
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.kernels._triton import gpu_of
 from megacompile.planner.nvme_placement import Tiers

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError
 from megacompile.runtime.backends import Backend, Lacking, nothing_spare
 from megacompile.units import format_bytes

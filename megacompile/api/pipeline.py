@@ -18,8 +18,8 @@ from megacompile.api.device_budget import DeviceRoom
 from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, Frontend, StateLayout
 from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import Batch
-from megacompile.distributed.collectives import World
 from megacompile.distributed.ranks import Ranks
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.graph.tile_rewriter import Cuts
 from megacompile.hardware.caching_allocator import step_requests

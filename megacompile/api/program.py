@@ -36,7 +36,7 @@ from megacompile.api.rollout import Rollout
 from megacompile.api.session import CLOSED, Session
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.loss_cut import LossCall, warning
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import (
     BudgetError,
     CaptureError,

@@ -18,7 +18,7 @@ from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.padding import pad_batch
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.graph.captured import OutputsFn
 from megacompile.graph.sequence_dimension import is_padded_right
 from megacompile.runtime.step_results import step_seed

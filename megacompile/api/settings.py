@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megacompile.api.device_budget import DeviceRoom
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.runtime.device import Device
 from megacompile.state.moment_formats import Form
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from megacompile.api.program import Program
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import DiskError
 from megacompile.integrations.progress import TrainingProgress
 from megacompile.integrations.trainer_checkpoints import (

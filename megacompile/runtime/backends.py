@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import MegacompileError
 from megacompile.hardware.caching_allocator import Request
 from megacompile.hardware.catalog import PROFILES, Dtype, kept_profile

@@ -18,7 +18,7 @@ from torch import Tensor
 from megacompile.blocks.cpu_products import float32_products, withdraw_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import Slot
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.runtime.device import Device, Streams, Trace
 from megacompile.schedule.step import Step
 from megacompile.state.adam import AdamHyper

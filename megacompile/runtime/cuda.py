@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.weight_groups import Slot
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramError
 from megacompile.hardware.caching_allocator import PAGE_BYTES
 from megacompile.kernels.adamw import adamw_

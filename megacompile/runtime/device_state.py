@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.weight_groups import SQUARED, GroupLayout, Slot
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.runtime.device import Device
 from megacompile.schedule.op_table import PassingGrad, ResidentGrad, Shard, Token
 from megacompile.schedule.step import Step

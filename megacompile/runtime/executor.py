@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import DeviceFullError, ProgramError, StorageError
 from megacompile.runtime.block_calls import Blocks, BoundStep
 from megacompile.runtime.device import Device, OnComplete, Trace

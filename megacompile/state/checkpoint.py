@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.state.atomic_folder import recover, replacing, sync

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.weight_groups import SQUARED, GroupLayout, Parameter, Slot
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.state.adam import backend, call_kernel
 
 _SUMMED = 1 << 16  # elements of a partial sum of squares

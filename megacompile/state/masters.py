@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.blocks.weight_groups import GroupLayout, Slot, padded_elements
 from megacompile.capture.quantized_weights import coding_of
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.state import adam
 from megacompile.state.host_arena import HostArena, Room, padded

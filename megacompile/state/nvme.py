@@ -21,7 +21,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError, StorageError
 from megacompile.own_files import make_own_folder, refuse_link
 from megacompile.printable import printable

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.hardware.machine import Machine
 from megacompile.planner.device_state_fill import trained_groups
 from megacompile.planner.linear_program import with_state_at

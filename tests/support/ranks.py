@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacompile import Program, ProgramError
-from megacompile.distributed.collectives import World
+from megacompile.distributed.world import World
 from megacompile.hardware.machine import Machine
 from megacompile.planner.device_state_fill import trained_groups
 from megacompile.planner.linear_program import with_state_at
@@ -134,14 +134,15 @@ def _run(
 ) -> None:
     import torch.distributed as dist
 
-    from megacompile.distributed import collectives, ranks
+    from megacompile.distributed import collectives, rank_failures, ranks, world
 
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve
     limit = timedelta(seconds=timeout)
-    ranks.TIMEOUT = collectives.TIMEOUT = limit
-    collectives.LAST_WORDS = 10.0  # ranks of a busy machine may hear of a failure that much apart
+    ranks.TIMEOUT = rank_failures.TIMEOUT = collectives.TIMEOUT = world.TIMEOUT = limit
+    # ranks of a busy machine may hear of a failure that much apart
+    rank_failures.LAST_WORDS = world.LAST_WORDS = 10.0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         with Captures().shared():
