@@ -57,10 +57,13 @@ _tests = itertools.count(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="of N equal parts of the tests, by their names, part K")
     parser.addoption("--cpu", action="store_true", help="print CPU seconds by folder")
+    parser.addoption("--cpu-record", metavar="FILE", type=Path, help="write each test's CPU seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuSeconds(prints=config.getoption("--cpu")))
+    config.pluginmanager.register(
+        CpuSeconds(prints=config.getoption("--cpu"), record=config.getoption("--cpu-record"))
+    )
     config.pluginmanager.register(processes)
 
 

@@ -1,4 +1,5 @@
-"""CPU seconds of the suite by folder, children included: ``python -m pytest --cpu`` prints the table.
+"""CPU seconds of the suite, children included: ``pytest --cpu`` prints them by folder, and with
+``--cpu-record FILE`` each test's go to a file. ``make durations`` makes ``tests/cpu_seconds.tsv`` so.
 
 A test's seconds go from the process that ran it to the one that reports, beside its outcome; what workers
 spent on imports and collection has a row of its own.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,11 +34,17 @@ def _of_fork_server() -> float:
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-class CpuSeconds:
-    """Counts in every process; where ``prints``, sums up and prints."""
+def write(path: Path, seconds: Mapping[str, float]) -> None:
+    """Write a line for each test: its CPU seconds, a tab, its name; by name."""
+    path.write_text("".join(f"{seconds[test]:.2f}\t{test}\n" for test in sorted(seconds)))
 
-    def __init__(self, *, prints: bool) -> None:
+
+class CpuSeconds:
+    """Counts in every process; where ``prints``, prints; each test's go to the file ``record``."""
+
+    def __init__(self, *, prints: bool, record: Path | None = None) -> None:
         self._prints = prints
+        self._record = record
         self._tests: dict[str, float] = {}
         self._processes: list[float] = []
 
@@ -69,6 +76,8 @@ class CpuSeconds:
         self._processes.append(getattr(node, "workeroutput", {}).get(_KEY, 0.0))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._record is not None:
+            write(self._record, self._tests)
         if not self._prints:
             return
         whole = spent() if not self._processes else sum(self._processes)
