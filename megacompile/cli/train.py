@@ -337,8 +337,8 @@ def run_train(options: argparse.Namespace) -> int:
     try:
         import trl
 
-        from megacompile.integrations.progress import Logbook, write_report
-        from megacompile.integrations.trainer_checkpoints import Resume
+        from megacompile.integrations.resume import Resume
+        from megacompile.integrations.training_report import Logbook, write_report
     except ImportError as error:
         raise MegacompileError(f"train needs TRL ({error}): pip install 'megacompile[trl,plots]'.") from error
     keys = _parse(trl, path, options.overrides)
@@ -409,7 +409,7 @@ def _trainer(ours: TrainConfig, script: Any, arguments: Any, model_config: Any, 
     """TRL's trainer for the method, over a program, with its model and data."""
     from trl import get_peft_config
 
-    from megacompile.integrations.progress import Samples
+    from megacompile.integrations.samples import Samples
     from megacompile.integrations.training_arguments import MegacompileConfig
     from megacompile.integrations.trl import DPOTrainer, SFTTrainer
 
@@ -740,7 +740,7 @@ def _dry_run(path: str, keys: Any, steps: int) -> None:
 
 def _described_data(trainer: Any) -> Iterator[str]:
     """Yield the rows by number and length, and how the first one begins."""
-    from megacompile.integrations.evaluation import row_lengths
+    from megacompile.integrations.lengths import row_lengths
 
     most, held_out = trainer.args.max_length, trainer.eval_dataset
     for name, data in (("to train on", trainer.train_dataset), ("for evaluation", held_out)):
@@ -785,7 +785,7 @@ def _described_programs(trainer: Any, programs: Sequence[tuple[str, Schedule]], 
 
 def _times(trainer: Any, updates: int, slowest: Mapping[str, float]) -> Iterator[tuple[int, str, float]]:
     """Yield how often what is done, and how many seconds it takes."""
-    from megacompile.integrations.progress import Samples
+    from megacompile.integrations.samples import Samples
 
     args, state, evaluation = trainer.args, trainer.state, slowest.get("evaluation", 0.0)
     yield updates, "updates", slowest["train"]

@@ -70,7 +70,7 @@ def measure(collator: Collator, dataset: Any, *, workers: int = 0) -> list[Sizes
     are opened lazily are not decoded.
     """
     with images_by_size(collator):
-        measured = functools.partial(_measured, collator)
+        measured = functools.partial(_measured_sizes, collator)
         return list(DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=measured))
 
 
@@ -88,7 +88,7 @@ def images_by_size(collator: Any) -> Iterator[None]:
             processor.image_processor = theirs
 
 
-def _measured(collator: Collator, examples: list[Any]) -> Sizes:
+def _measured_sizes(collator: Collator, examples: list[Any]) -> Sizes:
     batch = collator(examples)
     return Sizes(int(_mask(batch).sum()), tuple(_grids(batch)))
 
@@ -166,7 +166,7 @@ class BucketCollator:
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """Collate examples, and fill the batch up to a bucket."""
         batch = self._collator(examples)
-        rows = _rows(batch, self._fill)
+        rows = _sizes_of_rows(batch, self._fill)
         return _filled(batch, rows, *self.place(rows), self._fill)
 
     def largest(self, dataset: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class BucketCollator:
         bucket = self.buckets[-1]
         number = next(i for i, size in enumerate(self._sizes) if bool(size.grids) == bool(bucket.images))
         batch = self._collator([dataset[number]])
-        rows = _rows(batch, self._fill)
+        rows = _sizes_of_rows(batch, self._fill)
         filler = self._fill.images_of_zeros(rows, bucket)
         assert filler is not None, "an example has room in the largest bucket"
         return _filled(batch, rows, bucket, filler, self._fill)
@@ -211,10 +211,6 @@ def _rest(part: int, whole: int) -> str:
     return f"{1 - part / whole if whole else 0:.1%}"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Batches: what they hold, and how they are filled.
-
-
 def _mask(batch: Mapping[str, Any]) -> Tensor:
     mask = batch.get("attention_mask")
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
@@ -225,7 +221,7 @@ def _grids(batch: Mapping[str, Any]) -> list[Grid]:
     return [] if grids is None else [(t, h, w) for t, h, w in grids.tolist()]
 
 
-def _rows(batch: Mapping[str, Any], fill: _Fill) -> list[Sizes]:
+def _sizes_of_rows(batch: Mapping[str, Any], fill: _Fill) -> list[Sizes]:
     """Return the sizes of each row of a batch."""
     grids, rows = iter(_grids(batch)), []
     for ids, mask in zip(batch["input_ids"], _mask(batch), strict=True):
@@ -288,13 +284,9 @@ def _filled(
     return values | {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Filler: which images of zeros bring a batch to a bucket, and which bucket has room for which batches.
-
-
 @dataclass(frozen=True)
 class _Fill:
-    """Fills batches of so many rows for a model.
+    """Fills batches of so many rows for a model, and tells for which batches a bucket has room.
 
     ``merge`` patches a side are an image token, ``window`` image tokens the side of a window of attention, 0
     where there are none. Each row gets images of zeros, with a token of text before each.
@@ -451,10 +443,6 @@ def _by_windows(tokens: int, side: int) -> dict[int, Shapes]:
             shapes = (blocks, double, (1, single))
             options.setdefault(sum(-(-h // side) * -(-w // side) for h, w in shapes), shapes)
     return options
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The choice of buckets.
 
 
 def _random_batches(sizes: Sequence[Sizes], batch_size: int) -> Iterator[list[Sizes]]:

@@ -1,4 +1,10 @@
-"""TRL's trainers over a program, and the masks that their collators make."""
+"""TRL's trainers over a program, ``SFTTrainer``, ``DPOTrainer`` and others: a change of one import.
+
+TRL's losses are computed by TRL's own code, outside of the program
+(:mod:`megacompile.integrations.compute_loss`). They read what TRL's fused head gives: for each token its
+log-probability, the entropy, whether it was the most likely one. A program of the forward gives these
+numbers, so no logits leave the device. Read beside TRL 1.16.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import functools
 import heapq
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,6 @@ import torch
 import trl
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer.utils import FusedCausalLMOutput
 
 from megacompile.api.compile import compile
@@ -25,97 +30,18 @@ from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.capture.padding import IGNORED, bucket_length, pad_batch
 from megacompile.errors import MegacompileError
+from megacompile.integrations.assistant_masks import AssistantMasks
+from megacompile.integrations.compute_loss import OutsideModel
 from megacompile.integrations.cut_images import refuse_cut_images
-from megacompile.integrations.evaluation import (
-    OutsideModel,
-    as_long_as_others,
-    longest_of,
-    longest_row,
-    with_rows,
-)
-from megacompile.integrations.saving import Writing, learns_prompts, start_without_effect, virtual_tokens
+from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row, with_rows
+from megacompile.integrations.peft_adapters import learns_prompts, start_without_effect, virtual_tokens
+from megacompile.integrations.saving import Writing
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
-from megacompile.integrations.transformers import Mixin, same_draws, waits_for_update
+from megacompile.integrations.transformers import Mixin, same_draws
+from megacompile.integrations.updates import waits_for_update
 from megacompile.state.checkpoint import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
-
-# ------------------------------------------------------------------------------------------------------------
-# Which tokens of a chat the assistant says, by where its words lie in the text.
-#
-# transformers asks for the token at the first and at the last character of a turn. Some tokenizers spread
-# that character over several tokens, or give it none (GPT-NeoX's offsets leave out spaces). Then it leaves
-# out the rest of the turn or all later turns, or takes in the user's. Here every token is asked where it
-# lies.
-
-
-_SHOWN = 80  # characters of a chat that is refused
-
-
-class AssistantMasks:
-    """A fast tokenizer, for TRL's preparation of data, with exact masks of what the assistant says."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer(*args, **kwargs)
-
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer.decode(*args, **kwargs)
-
-    def apply_chat_template(
-        self,
-        conversation: Any,
-        *,
-        return_assistant_tokens_mask: bool = False,
-        chat_template: str | None = None,
-        tools: Any = None,
-        **given: Any,
-    ) -> Any:
-        """As the tokenizer's, for one chat. Raises MegacompileError for a chat without the assistant."""
-        tokenizer = self._tokenizer
-        encoded = tokenizer.apply_chat_template(
-            conversation, chat_template=chat_template, tools=tools, **given
-        )
-        if not return_assistant_tokens_mask:
-            return encoded
-        settings = {k: v for k, v in given.items() if k not in ("tokenize", "return_dict")}
-        (text,), (spans,) = render_jinja_template(
-            conversations=[conversation],
-            tools=tools,
-            chat_template=tokenizer.get_chat_template(chat_template, tools),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map | settings,
-        )
-        encoded["assistant_masks"] = mask = _within(encoded.encodings[0].offsets, spans)
-        if not any(mask):
-            shown = text[:_SHOWN] + "…" * (len(text) > _SHOWN)
-            raise MegacompileError(
-                f"The assistant says nothing in the chat {shown!r}, so there is nothing to learn from it: "
-                "remove it, or set assistant_only_loss to false."
-            )
-        return encoded
-
-
-def _within(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for each token with a character in a span; one that has none stands for those since the last."""
-    mask, reached = [], 0
-    for start, end in offsets:
-        first = start if start < end else min(reached, start)
-        mask.append(int(any(first < stop and begin < end for begin, stop in spans)))
-        reached = max(reached, end)
-    return mask
-
-
-# ------------------------------------------------------------------------------------------------------------
-# TRL's trainers over a megacompile program: ``SFTTrainer`` and ``DPOTrainer``, a change of one import.
-#
-# TRL's losses are computed by TRL's own code, outside of the program
-# (:mod:`megacompile.integrations.evaluation`). They read what TRL's fused head gives: for each token its
-# log-probability, the entropy, whether it was the most likely one. A program of the forward gives these
-# numbers, so no logits leave the device. Read beside TRL 1.16.
-
 
 __all__ = [
     "DPOConfig",
@@ -135,7 +61,7 @@ __all__ = [
 
 _QUARTERS = 4  # the lengths that batches are padded to, of the longest row
 _MULTIPLE = 8  # of tokens, which matrix products like
-_LONGEST = 64  # texts of most characters, one of which has the most tokens, or nearly
+_LONGEST_TEXTS = 64  # texts of most characters, one of which has the most tokens, or nearly
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
 
@@ -853,7 +779,7 @@ class PolicyMixin(BesideReference):
         data, prompts = self.train_dataset, []
         if isinstance(data, Sized) and not getattr(self, "environment_factories", None) and not self._is_vlm:
             prompts = heapq.nlargest(
-                _LONGEST, self.train_dataset["prompt"], key=lambda prompt: len(str(prompt))
+                _LONGEST_TEXTS, self.train_dataset["prompt"], key=lambda prompt: len(str(prompt))
             )
         known = [len(ids) for ids in self._tokenize_prompts(prompts)[0]] if prompts else []
         return max(known + [int((batch["labels"] == IGNORED).all(0).cumprod(0).sum()) for batch in micro])

@@ -158,7 +158,8 @@ def test_a_manifest_of_an_older_version(size: Size, tmp_path: Path) -> None:
 def test_what_a_trainer_adds(size: Size, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
     pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
-    from megacompile.integrations.trainer_checkpoints import Resume, check_checkpoint
+    from megacompile.integrations.resume import Resume
+    from megacompile.integrations.trainer_checkpoints import check_checkpoint
     from tests.e2e.test_trainer import Trainer, trainer
     from tests.support import kills
 
@@ -185,12 +186,12 @@ def test_what_a_trainer_adds(size: Size, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_answers_to_prompts(size: Size, tmp_path: Path) -> None:
-    progress = pytest.importorskip("megacompile.integrations.progress")
+    samples = pytest.importorskip("megacompile.integrations.samples")
     lines = [{"step": step, "prompt": "a fox", "answer": "jumps\u2028over\n"} for step in (1, 2)]
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    assert progress._read_lines(file) == lines
-    check(Kind(file, lambda: progress._read_lines(file), edited=True), size)
+    assert samples.read_samples(file) == lines
+    check(Kind(file, lambda: samples.read_samples(file), edited=True), size)
 
 
 # ---- What programs write for themselves ----

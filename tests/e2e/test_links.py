@@ -242,7 +242,7 @@ def test_an_export_writes_through_no_link(theirs: Path, tmp_path: Path) -> None:
 def test_a_trainer_follows_no_link(theirs: Path, tmp_path: Path) -> None:
     """In a checkpoint, in the folder of a model, in what ``megacompile train`` writes."""
     pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
-    progress = pytest.importorskip("megacompile.integrations.progress")
+    report = pytest.importorskip("megacompile.integrations.training_report")
     from megacompile.integrations.transformers import Trainer
     from tests.e2e.test_trainer import lora, trainer
     from tests.support.text import tokenizer
@@ -266,7 +266,7 @@ def test_a_trainer_follows_no_link(theirs: Path, tmp_path: Path) -> None:
 
     for name in ("log.csv", "report.md", "loss.png", "schedule.html"):
         (tmp_path / "run" / name).symlink_to(theirs / "precious")
-    logbook = progress.Logbook(tmp_path / "run" / "log.csv")
+    logbook = report.Logbook(tmp_path / "run" / "log.csv")
     logbook.on_save(one.args, one.state, one.control)
-    progress.write_report(one, logbook, tmp_path / "run")
+    report.write_report(one, logbook, tmp_path / "run")
     assert "| parameters |" in (tmp_path / "run" / "report.md").read_text()

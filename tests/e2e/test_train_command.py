@@ -264,7 +264,7 @@ def test_a_stopped_training_writes_no_model(
             os.kill(os.getpid(), number)
             said_at_once.append(capfd.readouterr().err)
 
-    monkeypatch.setattr("megacompile.integrations.progress.Logbook.on_step_begin", stop)
+    monkeypatch.setattr("megacompile.integrations.training_report.Logbook.on_step_begin", stop)
     assert main(["train", "config.yaml", *SMALL]) == 128 + signals[0]
     assert "Finishing the update, then saving a checkpoint; Ctrl-C again stops now." in said_at_once[0]
     said = capfd.readouterr()

@@ -243,7 +243,7 @@ def test_what_transformers_trainer_computes_itself_ignores_padding() -> None:
     transformers = pytest.importorskip(
         "transformers", reason="transformers is missing: pip install transformers"
     )
-    losses = pytest.importorskip("megacompile.integrations.evaluation")
+    losses = pytest.importorskip("megacompile.integrations.loss_functions")
 
     def own(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = outputs["logits"][:, :-1].flatten(0, 1)
