@@ -10,7 +10,7 @@ recomputes each layer once, and updates after the backward.
 from __future__ import annotations
 
 from megacompile.passes import PASSES
-from megacompile.planner.linear_program import Shape, uniform, with_deferred
+from megacompile.planner.arrangements import Shape, uniform, with_deferred
 from megacompile.schedule.op_table import Weights
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import Op, Step

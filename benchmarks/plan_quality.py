@@ -34,9 +34,10 @@ from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.planner.bounds import Floor
-from megacompile.planner.linear_program import shapes, uniform
-from megacompile.planner.search import greedysnake_like, search
+from megacompile.planner.arrangements import shapes, uniform
+from megacompile.planner.baselines import greedysnake_like
+from megacompile.planner.plan_floor import Floor
+from megacompile.planner.search import search
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import Workload

@@ -22,7 +22,7 @@ from torch import nn
 
 import megacompile
 from benchmarks.report import machine_line
-from megacompile.hardware.simulate import compare, comparison_table
+from megacompile.hardware.measured_step import compare, comparison_table
 from megacompile.planner.min_feasible_budget import infeasible
 
 

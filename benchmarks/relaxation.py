@@ -30,7 +30,7 @@ from benchmarks.relaxed_step import RelaxedStep
 from benchmarks.relaxed_updates import limit_updates
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import call_seconds
-from megacompile.planner.linear_program import Order
+from megacompile.planner.treatments import Order
 from megacompile.schedule.op_table import Kind
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.workload import Workload

@@ -12,7 +12,7 @@ from benchmarks.relaxed_memory import BlockShare
 from benchmarks.relaxed_slots import Span
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import duration
-from megacompile.planner.linear_program import Order, Treatments
+from megacompile.planner.treatments import Order, Treatments
 from megacompile.schedule.op_table import SPECS, Kind
 from megacompile.schedule.plan import Mode, norm_bytes
 from megacompile.schedule.step import Op

@@ -213,7 +213,7 @@ def rates(to: Recorder, nbytes: int) -> None:
     """Measure the profile, and keep it where plans take it from; first touch of host memory beside it."""
     import torch
 
-    from megacompile.hardware.catalog import keep_profile
+    from megacompile.hardware.kept_profile import keep_profile
     from megacompile.hardware.measure import describe, profile
     from megacompile.state.host_arena import HostArena
 

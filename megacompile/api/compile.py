@@ -23,8 +23,8 @@ from megacompile.distributed.ranks import find_ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.kernels._triton import gpu_of
+from megacompile.planner.baselines import SEARCH, Planner, chosen_planner
 from megacompile.planner.nvme_placement import Tiers
-from megacompile.planner.search import SEARCH, Planner, chosen_planner
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.call_context import naming_failures
 from megacompile.runtime.triton_check import check_triton

@@ -28,13 +28,13 @@ from megacompile.capture.frozen_parts import frozen_part
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, capture
 from megacompile.errors import CaptureError, MegacompileError, UntraceableError
+from megacompile.garbage_collection import without_garbage_collection
 from megacompile.graph.captured import Captured, OutputsFn, Prologue, written_buffers
 from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
 from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
 from megacompile.kernels._triton import Gpu
-from megacompile.planner.bounds import values_bytes
 from megacompile.planner.device_state_fill import with_state
-from megacompile.planner.search import without_garbage_collection
+from megacompile.planner.lowest_bytes import values_bytes
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of

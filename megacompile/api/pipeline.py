@@ -21,14 +21,17 @@ from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
+from megacompile.garbage_collection import without_garbage_collection
 from megacompile.graph.tile_rewriter import Cuts
-from megacompile.hardware.caching_allocator import step_requests
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
-from megacompile.hardware.simulate import Measured
+from megacompile.hardware.measured_step import Measured
+from megacompile.hardware.step_requests import step_requests
+from megacompile.planner.baselines import Planner
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
-from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_on_pages, plan_program
-from megacompile.planner.search import Planner, follow, without_garbage_collection
+from megacompile.planner.plan_on_pages import plan_on_pages
+from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_program
+from megacompile.planner.search import follow
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.printable import printable
 from megacompile.report.dump import write_dump

@@ -49,7 +49,7 @@ from megacompile.errors import (
 from megacompile.graph.captured import OutputsFn, all_outputs
 from megacompile.graph.fusion_rewriter import Fusions
 from megacompile.hardware.machine import Machine
-from megacompile.hardware.simulate import align
+from megacompile.hardware.measured_step import align
 from megacompile.report.schedule import Schedule
 from megacompile.runtime.call_context import alone, exclusive
 from megacompile.runtime.step_results import Memory, StepOutput, StepResults

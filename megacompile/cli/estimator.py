@@ -30,8 +30,8 @@ from megacompile.hardware.simulate import attention_delay, duration, traffic_sec
 from megacompile.kernels._triton import Gpu
 from megacompile.kernels.registry import CALLED, Shape
 from megacompile.passes import lower_memory
-from megacompile.planner.bounds import Bound, lower_bound
 from megacompile.planner.device_state_fill import with_state
+from megacompile.planner.lower_bound import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import least, small_plans
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned

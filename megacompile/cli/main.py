@@ -387,7 +387,8 @@ def _run_machines(_: argparse.Namespace) -> int:
 
 
 def _run_profile(options: argparse.Namespace) -> int:
-    from megacompile.hardware.catalog import keep_profile, profile_json
+    from megacompile.hardware.catalog import profile_json
+    from megacompile.hardware.kept_profile import keep_profile
     from megacompile.hardware.measure import describe, profile
 
     nvme = folder_of(options.nvme, "--nvme") if options.nvme else None

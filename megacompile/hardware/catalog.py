@@ -1,34 +1,26 @@
-"""The catalog of machines, and the profile of this one that is kept between runs."""
+"""The catalog of machines by name: what datasheets promise, what of it is sustained, and from where.
+
+A :class:`MachineProfile` is a :class:`~megacompile.hardware.machine.Machine` (the rates that the simulator
+reads) with the sizes and peaks that a report needs. Built-in ones are datasheet peaks times the
+efficiencies below; a machine.json that was measured replaces them. Host memory is not a property of a card:
+its bandwidth is assumed for the usual host and shown as such, its size is left to the user.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-import platform
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from megacompile.cache_dir import cache_folder
 from megacompile.errors import MegacompileError
 from megacompile.hardware.machine import Machine, this_cpu
 from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
-from megacompile.own_files import replace_text
 from megacompile.printable import is_printable
 from megacompile.text_files import path_of, read_text
 from megacompile.units import host_available
-
-# ------------------------------------------------------------------------------------------------------------
-# Machines by name: what datasheets promise, what of it is sustained, and where each figure is from.
-#
-# A :class:`MachineProfile` is a :class:`~megacompile.hardware.machine.Machine` (the rates that the simulator
-# reads) with the sizes and peaks that a report needs. Built-in ones are datasheet peaks times the
-# efficiencies below; a machine.json that was measured replaces them. Host memory is not a property of a card:
-# its bandwidth is assumed for the usual host and shown as such, its size is left to the user.
-
 
 PROFILE_VERSION = 2
 Dtype = Literal["bf16", "fp32"]
@@ -166,12 +158,12 @@ def _built_in(
             "link": f"{link}, {_LINKS[link] / 1e9:g} GB/s each way × {LINK:g} (assumed)",
             "host bandwidth": f"{host}, {_HOSTS[host] / 1e9:g} GB/s × {HOST_MEMORY:g} (assumed)"
             + ("" if on_chip else ", the usual host: give yours"),
-            **_between(name),
+            **_link_sources(name),
         },
     )  # fmt: skip
 
 
-def _between(name: str) -> dict[str, str]:
+def _link_sources(name: str) -> dict[str, str]:
     """The sources of the rates between cards and between machines, where cards have links to each other."""
     if name not in _NVLINKS:
         return {}
@@ -200,7 +192,7 @@ def load_machine(name: str, dtype: Dtype = "bf16") -> MachineProfile:
     if key in PROFILES:
         return PROFILES[key]
     if key == THIS_CPU:
-        return _measured(dtype)
+        return _measured_cpu(dtype)
     path = path_of(name, "The machine")
     if path.suffix == ".json" or path.is_file():
         return read_profile(path)
@@ -217,7 +209,7 @@ def this_cpu_unmeasured() -> MachineProfile:
     return MachineProfile(Machine(THIS_CPU, 1.0, 1.0, 1.0, 1.0, 1.0), host_bytes=host_available())
 
 
-def _measured(dtype: Dtype) -> MachineProfile:
+def _measured_cpu(dtype: Dtype) -> MachineProfile:
     import torch
 
     machine = this_cpu(torch.bfloat16 if dtype == "bf16" else torch.float32)
@@ -304,36 +296,3 @@ def check_figures(part: MachineProfile | Machine, what: str) -> None:
 
 _MAY_BE_ZERO = {"launch_seconds", "copy_seconds"}
 _LEAST, _MOST = 1e-9, 1e21  # of any figure: beyond, times and bytes are no numbers any more
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The profile that ``megacompile profile`` measured of this machine's GPU, where ``compile`` finds it.
-
-
-def keep_profile(profile: MachineProfile) -> Path:
-    """Keep it for programs of this machine and GPU; the file."""
-    path = _path(profile.name)
-    replace_text(path, profile_json(profile, seal=True) + "\n")
-    return path
-
-
-def kept_profile(gpu: str, processors: int) -> MachineProfile | None:
-    """The profile that was kept for a GPU of this name and number of multiprocessors, if there is one.
-
-    One that this version cannot read is left out, and said.
-    """
-    path = _path(gpu)
-    if not path.is_file():
-        return None
-    try:
-        profile = read_profile(path)
-    except MegacompileError as error:
-        print(f"megacompile: plans go by built-in figures: {error}", file=sys.stderr)
-        return None
-    return profile if profile.machine.processors == processors else None
-
-
-def _path(gpu: str) -> Path:
-    """Caches may be shared by machines, which have links and host memory of their own."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{platform.node()} {gpu}".lower()).strip("-")
-    return cache_folder() / "machines" / f"{name}.json"

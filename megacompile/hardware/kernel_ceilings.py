@@ -74,7 +74,9 @@ def rate(op: str, dtype: str, variant: str, machine: Machine) -> float | None:
         return _recurrence_rate(call, dtype, variant, machine)
     if call.spec.runs_kernels is not None:
         return _attention_rate(call, dtype, variant, machine)
-    rows = (r for k in call.part.kernels for r in nearest(_rows(call, k, machine.chip), dtype, variant))
+    rows = (
+        r for k in call.part.kernels for r in nearest(_ceilings_of(call, k, machine.chip), dtype, variant)
+    )
     return min((_bytes_rate(row, machine) for row in rows), default=None)
 
 
@@ -93,7 +95,7 @@ def _attention_rate(call: Called, dtype: str, variant: str, machine: Machine) ->
     more = (machine.processors or chip.processors) / chip.processors
     seconds = 0.0
     for kernel in call.part.kernels:
-        rows = nearest(_rows(call, kernel, machine.chip), dtype, variant)
+        rows = nearest(_ceilings_of(call, kernel, machine.chip), dtype, variant)
         if len(rows) == len(kernel.products):
             seconds += sum(p / (row.rate * 1e12) for p, row in zip(kernel.products, rows, strict=True))
     return (REACHED if call.part is call.spec.forward else REACHED_BACKWARD) * more / seconds
@@ -104,10 +106,10 @@ def _recurrence_rate(call: Called, dtype: str, variant: str, machine: Machine) -
     reached of its ceilings' mean, and of the states that are moved beside."""
     assert machine.chip is not None and call.part.chunk is not None
     chip, chunk = CHIPS[machine.chip], call.part.chunk
-    (width, *_, inner) = 2 * _read(variant)[0]
+    (width, *_, inner) = 2 * _read_case(variant)[0]
     sizes, seconds = (chunk.tokens * width, chunk.tokens * inner, width * inner), 0.0
     for kernel in call.part.kernels:
-        rows = nearest(_rows(call, kernel, machine.chip), dtype, variant)
+        rows = nearest(_ceilings_of(call, kernel, machine.chip), dtype, variant)
         work = 2 * chunk.tokens * sum(map(operator.mul, kernel.products, sizes))
         seconds += work * sum(1e-12 / row.rate for row in rows) / len(rows)
     seconds /= REACHED_BY_RECURRENCES * (machine.processors or chip.processors) / chip.processors
@@ -124,7 +126,7 @@ def _table() -> dict[tuple[str, str, int], list[Ceiling]]:
     return found
 
 
-def _rows(call: Called, kernel: Kernel, chip: int) -> list[Ceiling]:
+def _ceilings_of(call: Called, kernel: Kernel, chip: int) -> list[Ceiling]:
     rows = _table().get((call.spec.name, kernel.name, chip))
     if rows is None:
         raise MegacompileError(
@@ -145,14 +147,14 @@ def nearest(rows: Iterable[Ceiling], dtype: str, variant: str) -> list[Ceiling]:
 
 
 def _distance(case: str, words: str) -> tuple[bool, float, int]:
-    (sizes, has), (wanted, needs) = _read(case), _read(words)
+    (sizes, has), (wanted, needs) = _read_case(case), _read_case(words)
     pairs = [(sizes[i], wanted[i]) for i in (0, -1)] if sizes and wanted else []
     narrow = any(a < b for a, b in pairs)
     return narrow, sum(abs(math.log2(a / b)) for a, b in pairs), 4 * len(needs - has) + len(has - needs)
 
 
 @cache
-def _read(words: str) -> tuple[tuple[int, ...], frozenset[str]]:
+def _read_case(words: str) -> tuple[tuple[int, ...], frozenset[str]]:
     """The sizes of a case, and what else its name says."""
     sizes, has = tuple[int, ...](), set[str]()
     for word in words.split():

@@ -114,10 +114,10 @@ def this_cpu(dtype: torch.dtype) -> Machine:
     import torch
 
     with torch.random.fork_rng(devices=[]):  # the user's draws stay as they are
-        return _measured(dtype)
+        return _measured_rates(dtype)
 
 
-def _measured(dtype: torch.dtype) -> Machine:
+def _measured_rates(dtype: torch.dtype) -> Machine:
     import torch
 
     from megacompile.blocks.cpu_products import float32_products

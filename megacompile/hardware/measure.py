@@ -25,14 +25,14 @@ from megacompile.hardware.machine import Machine, adam_bandwidth, copy_bandwidth
 from megacompile.state.nvme import measure_drive
 from megacompile.units import host_available, update_threads, usable_cores
 
-_SIZES = (512, 1024, 2048, 4096, 8192)
+_PRODUCT_SIZES = (512, 1024, 2048, 4096, 8192)
 _COPY = 256 << 20  # bytes of one copy over a link
 _SCRATCH = 1 << 30  # bytes of a file on the drive
 _REPEATS = 8
 _ADAM = 64 << 20  # parameters of an update: 1 GiB, beyond any cache
 _ADAM_FREE = 64  # bytes for each that have to be free: four times what it takes
 _ATTENTION = (1, 16, 8192, 128)  # sequences, heads, tokens, columns
-_LAUNCHES = 2000
+_TIMED_LAUNCHES = 2000
 
 
 def profile(nvme: Path | None = None) -> MachineProfile:
@@ -68,16 +68,16 @@ def profile(nvme: Path | None = None) -> MachineProfile:
 def _products(dtype: torch.dtype, device: str) -> dict[int, float]:
     """FLOPs per second of square products by size; on a CPU the sizes that take less than a second."""
     found: dict[int, float] = {}
-    for size in _SIZES:
+    for size in _PRODUCT_SIZES:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         with float32_products() if device == "cpu" else nullcontext():
-            found[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+            found[size] = 2 * size**3 / _fastest_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
         if device == "cpu" and 2 * (2 * size) ** 3 / found[size] > 0.3:
             break
     return found
 
 
-def _seconds(run: Callable[[], object], repeats: int = _REPEATS) -> float:
+def _fastest_seconds(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Seconds of one run: the fastest of some, after one to warm up."""
     best = float("inf")
     for _ in range(repeats + 1):
@@ -124,9 +124,9 @@ def measure_link() -> LinkRates:
         with torch.cuda.stream(streams[1]):
             other_host.copy_(other, non_blocking=True)
 
-    down = _COPY / _seconds(lambda: device.copy_(host, non_blocking=True))
-    up = _COPY / _seconds(lambda: other_host.copy_(other, non_blocking=True))
-    return LinkRates(down, up, _COPY / _seconds(both))
+    down = _COPY / _fastest_seconds(lambda: device.copy_(host, non_blocking=True))
+    up = _COPY / _fastest_seconds(lambda: other_host.copy_(other, non_blocking=True))
+    return LinkRates(down, up, _COPY / _fastest_seconds(both))
 
 
 def _device(flops: float, sources: dict[str, str]) -> Machine:
@@ -134,7 +134,7 @@ def _device(flops: float, sources: dict[str, str]) -> Machine:
     link = measure_link()
     sources["link"] = str(link)
     x, y = (torch.ones(64 << 20, device="cuda") for _ in range(2))
-    memory = 3 * x.nbytes / _seconds(lambda: torch.mul(x, y, out=y))
+    memory = 3 * x.nbytes / _fastest_seconds(lambda: torch.mul(x, y, out=y))
     sources["device bandwidth"] = f"{memory / 1e9:.4g} GB/s, elementwise"
     launch = _launch_seconds()
     sources["launch"] = f"{launch * 1e6:.3g} µs a kernel"
@@ -158,10 +158,10 @@ def _launch_seconds() -> float:
     x = torch.ones(16, device="cuda")
 
     def many() -> None:
-        for _ in range(_LAUNCHES):
+        for _ in range(_TIMED_LAUNCHES):
             x.neg_()
 
-    return _seconds(many) / _LAUNCHES
+    return _fastest_seconds(many) / _TIMED_LAUNCHES
 
 
 def _attention() -> tuple[float, float]:
@@ -170,8 +170,8 @@ def _attention() -> tuple[float, float]:
     inputs: list[Any] = [q, k, v, None, None, None]
     constants: list[Any] = [_ATTENTION[-1] ** -0.5, True, 0, 0.0, 0.0, 0, False]
     found = attention(*inputs, *constants)
-    forward = _seconds(lambda: attention(*inputs, *constants))
-    backward = _seconds(lambda: attention_backward(grad, *inputs, *found, *constants))
+    forward = _fastest_seconds(lambda: attention(*inputs, *constants))
+    backward = _fastest_seconds(lambda: attention_backward(grad, *inputs, *found, *constants))
     shapes = [_ATTENTION] * 3
     flops = attention_flops(*shapes, *inputs[3:], *constants)
     of_backward = attention_backward_flops(_ATTENTION, *shapes, *inputs[3:], None, None, *constants)

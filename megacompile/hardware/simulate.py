@@ -1,144 +1,21 @@
-"""Simulate a step on a machine: seconds of every operation, links that share memory, measured steps."""
+"""Simulate when each operation of a step runs on a machine, and how long the step takes.
+
+Event-driven over the streams of the light step, each in order as issued, with the waits that the step
+contains, and with what streams share where the machine says that they do. It is the planner's objective and
+reads the very step that is emitted.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from megacompile.hardware.contention import shared_times
 from megacompile.hardware.kernel_ceilings import kernel_delay
 from megacompile.hardware.machine import Machine
 from megacompile.schedule.op_table import SPECS, STREAMS, Cost, Kind, Stream
 from megacompile.schedule.step import Event, Op, Step
 from megacompile.schedule.workload import Call
-from megacompile.units import format_seconds
-
-# ------------------------------------------------------------------------------------------------------------
-# Contention: the event-driven clock for streams that share host memory, or the cores of a CPU.
-#
-# At each moment every running operation has the same share of its full speed, the largest at which what all
-# of them draw stays within the capacity. Operations start in the order of their stream, when what they wait
-# for is over; what runs changes only when one ends, so a step takes as many moments as it has operations.
-
-
-def shared_times(
-    ops: Sequence[Op], seconds: Sequence[float], machine: Machine, runs: int
-) -> tuple[list[float], list[float]]:
-    """(starts, ends) of all operations of ``runs`` steps in a row; ``seconds`` are those alone."""
-    causes = _causes(ops, runs)
-    draws = [_draws(op, t, machine) for op, t in zip(ops, seconds, strict=True)] * runs
-    lengths = list(seconds) * runs
-    computes = [op.stream == "compute" for op in ops] * runs
-    count = len(lengths)
-    waiting = [len(c) for c in causes]
-    effects = _effects(causes)
-    starts, ends = [0.0] * count, [0.0] * count
-    running: dict[int, float] = {}  # operation -> seconds of its own that are left
-    ready = [i for i in range(count) if not waiting[i]]
-    now = 0.0
-    while ready or running:
-        while ready:
-            index = ready.pop()
-            starts[index] = now
-            if lengths[index] > 0:
-                running[index] = lengths[index]
-                continue
-            ends[index] = now
-            _release(index, effects, waiting, ready)
-        if not running:
-            break
-        pace = _paces(running, draws)
-        if machine.shared_cores:
-            _slow_each_other(pace, computes, machine)
-        passed = min([left * pace[i] for i, left in running.items()])
-        now += passed
-        for index, left in list(running.items()):
-            left -= passed / pace[index]
-            if left > 1e-12 * lengths[index]:
-                running[index] = left
-                continue
-            del running[index]
-            ends[index] = now
-            _release(index, effects, waiting, ready)
-    return starts, ends
-
-
-def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict[int, float]:
-    """Return how many times longer each running operation takes than alone."""
-    cores = memory = 0.0
-    for index in running:
-        core, byte = draws[index]
-        cores += core
-        memory += byte
-    slow_cores, slow_memory = max(1.0, cores), max(1.0, memory)
-    if slow_cores == slow_memory == 1.0:
-        return dict.fromkeys(running, 1.0)
-    return {i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running}
-
-
-def _slow_each_other(pace: dict[int, float], computes: Sequence[bool], machine: Machine) -> None:
-    """Raise the paces of compute and of what runs beside it to those that were measured together."""
-    if 0 < sum(computes[i] for i in pace) < len(pace):
-        for i in pace:
-            pace[i] = max(pace[i], machine.compute_beside if computes[i] else machine.others_beside)
-
-
-def _release(index: int, effects: list[list[int]], waiting: list[int], ready: list[int]) -> None:
-    for effect in effects[index]:
-        waiting[effect] -= 1
-        if not waiting[effect]:
-            ready.append(effect)
-
-
-def _causes(ops: Sequence[Op], runs: int) -> list[list[int]]:
-    """Per operation those that must be over before it starts: of its stream, waited for, or issuing it."""
-    latest: dict[Event, int] = {}
-    last: dict[str, int] = {}
-    causes: list[list[int]] = []
-    begin = -1  # the last compute operation of the step before
-    given = [(op.stream, op.kind, op.waits, op.event) for op in ops]
-    for _ in range(runs):
-        for stream, kind, waits, event in given:
-            before = {latest[e] for e in waits if e in latest} if waits else set()
-            if stream in last:
-                before.add(last[stream])
-            if stream != "compute":
-                issued = last.get("compute", -1) if kind == "reload" else begin
-                if issued >= 0:
-                    before.add(issued)
-            last[stream] = latest[event] = len(causes)
-            causes.append(list(before))
-        begin = last.get("compute", -1)
-    return causes
-
-
-def _effects(causes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Per operation those that it is a cause of."""
-    effects: list[list[int]] = [[] for _ in causes]
-    for index, before in enumerate(causes):
-        for cause in before:
-            effects[cause].append(index)
-    return effects
-
-
-def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
-    """Shares of all cores, and of host memory bandwidth, that an operation takes at full speed."""
-    cores = memory = 0.0
-    if machine.shared_cores and not op.stream.startswith("nvme"):
-        copy, update = 1, max(1, machine.cores // 2)
-        threads = {"h2d": copy, "d2h": copy, "comm": copy, "host": update}.get(op.stream, machine.cores)
-        cores = threads / machine.cores
-    elif machine.shared_memory and seconds > 0 and op.stream not in ("compute", "comm"):
-        memory = op.nbytes / op.ranks / seconds / machine.host_bandwidth
-    return cores, memory
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Simulate: when each operation of a step runs on a machine, and how long the step takes.
-#
-# Event-driven over the streams of the light step, each in order as issued, with the waits that the step
-# contains, and with what streams share where the machine says that they do. It is the planner's objective and
-# reads the very step that is emitted.
 
 
 @dataclass(frozen=True)
@@ -291,85 +168,3 @@ _OF_KIND: dict[Kind, Callable[[Op, Machine], float]] = {k: _SECONDS[spec.cost] f
 def duration(op: Op, machine: Machine) -> float:
     """Seconds that an operation takes alone on its stream."""
     return _OF_KIND[op.kind](op, machine)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# A step as it ran, beside what was predicted of it.
-#
-# In:  a step and the traces that a runtime keeps of its last runs. Out: :class:`Measured`, one start and end
-# per operation, and a table that says by how much the estimates of each kind of operation were off.
-
-
-RUN: Event = ("run",)  # the entry of a trace that tells when the run began
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Start and end of each operation in seconds from the begin of the run; None where it is not timed.
-
-    ``step_seconds`` ends with the last operation on the compute stream; updates may go on after it.
-    """
-
-    starts: tuple[float | None, ...]
-    ends: tuple[float | None, ...]
-    step_seconds: float
-
-
-def align(step: Step, trace: Iterable[tuple[Event, float, float]]) -> Measured | None:
-    """Give each operation its entry of a trace: the n-th of an event is its n-th operation."""
-    entries: dict[Event, deque[tuple[float, float]]] = defaultdict(deque)
-    for event, start, end in sorted(trace, key=lambda entry: entry[1]):
-        entries[event].append((start, end))
-    found = [entries[op.event].popleft() if entries[op.event] else None for op in step.ops]
-    timed = [span for span in found if span is not None]
-    if not timed:
-        return None
-    begin = entries[RUN][0][0] if entries[RUN] else min(start for start, _ in timed)
-    compute = [s[1] for s, op in zip(found, step.ops, strict=True) if s and op.stream == "compute"]
-    return Measured(
-        tuple(s and s[0] - begin for s in found),
-        tuple(s and s[1] - begin for s in found),
-        max(compute, default=begin) - begin,
-    )
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Seconds of all operations of one kind, predicted and measured; ``worst`` was off the most."""
-
-    kind: Kind
-    count: int
-    predicted: float
-    measured: float
-    worst: int
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted; above 1, the estimate was too low."""
-        return self.measured / self.predicted if self.predicted else float("inf")
-
-
-def compare(step: Step, timeline: Timeline, measured: Measured) -> list[Comparison]:
-    """Per kind of operation, largest difference first; kinds that were not timed are left out."""
-    pairs: dict[Kind, list[tuple[float, float, int]]] = defaultdict(list)
-    for index, (op, start, end) in enumerate(zip(step.ops, measured.starts, measured.ends, strict=True)):
-        if start is not None and end is not None:
-            predicted = timeline.ends[index] - timeline.starts[index]
-            pairs[op.kind].append((predicted, end - start, index))
-    rows = []
-    for kind, found in pairs.items():
-        worst = max(found, key=lambda pair: abs(pair[1] - pair[0]))[2]
-        rows.append(
-            Comparison(kind, len(found), sum(p for p, _, _ in found), sum(m for _, m, _ in found), worst)
-        )
-    return sorted(rows, key=lambda row: -abs(row.measured - row.predicted))
-
-
-def comparison_table(rows: Sequence[Comparison]) -> str:
-    """The comparison as text."""
-    lines = [f"{'operation':<12}{'count':>6}{'predicted':>14}{'measured':>14}{'ratio':>10}"]
-    for row in rows:
-        ratio = f"{row.ratio:.2f}" if row.predicted else "–"
-        times = "".join(f"{format_seconds(seconds):>14}" for seconds in (row.predicted, row.measured))
-        lines.append(f"{row.kind:<12}{row.count:>6}{times}{ratio:>10}")
-    return "\n".join(lines)

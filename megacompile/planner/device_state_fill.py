@@ -19,7 +19,7 @@ from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes

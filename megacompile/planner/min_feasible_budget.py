@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
-from megacompile.planner.bounds import lowest_bytes
-from megacompile.planner.linear_program import policies_of, shapes, uniform
+from megacompile.planner.arrangements import policies_of, shapes, uniform
+from megacompile.planner.lowest_bytes import lowest_bytes
 from megacompile.schedule.op_table import Direction, Saved, Token, Update, Value, ValueGrad, WeightGrad
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, memory_curve, peak_bytes
@@ -22,7 +22,7 @@ _FAMILIES = (("none", "all"), ("some", "all"), ("none", "some"), ("least", "some
 _SHALLOW = 24  # blocks up to which all prefixes are tried
 _PREFIXES = 4  # tried per family of deeper models
 _NEAR = 1.001  # times the lower bound: no mixture is tried to save less
-_KEPT = 64  # workloads whose least is remembered
+_REMEMBERED = 64  # workloads whose least is remembered
 
 
 class Least(NamedTuple):
@@ -38,7 +38,7 @@ def least(work: Workload, mode: Mode, enough: int = 0) -> Least:
     return _least(work, mode, lowest) if lowest > enough else _first(work, mode, enough)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_REMEMBERED)
 def _least(work: Workload, mode: Mode, lowest: int) -> Least:
     return _first(work, mode, lowest)
 
@@ -65,7 +65,7 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     best: Least | None = None
     seen: set[Plan] = set()
     lean = set()
-    for plan in _unseen(work, _alike(work, mode), seen):
+    for plan in _unseen(work, _uniform_plans(work, mode), seen):
         found = _lowered(work, plan, mode, best)
         best = found if best is None or found.nbytes < best.nbytes else best
         if not any(block.reload for block in plan.blocks):
@@ -100,10 +100,10 @@ def _with(plan: Plan, checkpoints: Sequence[str]) -> Plan:
 
 def least_alike(work: Workload, mode: Mode) -> int:
     """The least device bytes of plans that treat all blocks alike: nearly the least, at less cost."""
-    return min(peak_bytes(lower_memory(work, plan, mode)) for plan in _alike(work, mode))
+    return min(peak_bytes(lower_memory(work, plan, mode)) for plan in _uniform_plans(work, mode))
 
 
-def _alike(work: Workload, mode: Mode) -> Iterator[Plan]:
+def _uniform_plans(work: Workload, mode: Mode) -> Iterator[Plan]:
     """Everything streamed just in time, little kept."""
     offered = policies_of(work)
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]

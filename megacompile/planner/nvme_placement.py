@@ -32,7 +32,7 @@ from megacompile.state.moment_formats import Form
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)
-_STATES = ("host", "nvme", "nvme-all")
+_HOST_STATES = ("host", "nvme", "nvme-all")
 RATED_BYTES = 1200 * 10**12  # what a usual 2 TB consumer drive is warranted for, written
 
 
@@ -160,7 +160,7 @@ class _PlacementCandidate(NamedTuple):
 
 def _placement_candidates(layouts: Sequence[GroupLayout], form: Form) -> Iterator[_PlacementCandidate]:
     """All in RAM; then masters' low halves and moments leave, group by group; then streamed weights too."""
-    places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _STATES}
+    places = {state: place_groups(layouts, form, (state,) * len(layouts)) for state in _HOST_STATES}
     sizes = [p.storage_bytes for p in places["nvme-all"]]
     scratch = scratch_bytes(places["host"])
     yield _PlacementCandidate(

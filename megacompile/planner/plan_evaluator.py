@@ -12,9 +12,9 @@ from typing import NamedTuple
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.planner.bounds import Floor
-from megacompile.planner.linear_program import with_state_at
+from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.nvme_placement import Drive
+from megacompile.planner.plan_floor import Floor
 from megacompile.schedule.op_table import SPECS, STREAMS, Kind
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, peak_bytes

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from megacompile.blocks.weight_groups import Assembly
 from megacompile.graph.tile_rewriter import LEAST_PIECE, Cuts, Family, choose_cuts
-from megacompile.planner.bounds import activations_bytes, lowest_bytes
+from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.schedule.plan import Mode
@@ -133,7 +133,7 @@ def choose(
         last = best is not None and not rows  # finer cuts, of which one is planned
         roomy = fits_host(tiling, planned)
         gain = _GAIN if last else 1
-        if best is None or (roomy, gain * _seconds(best[1])) >= (best_roomy, _seconds(planned)):
+        if best is None or (roomy, gain * _step_seconds(best[1])) >= (best_roomy, _step_seconds(planned)):
             best, best_roomy = (tiling, planned), roomy
         if last:
             return best
@@ -149,7 +149,7 @@ def _travels(tiling: _Cut, planned: Planned) -> bool:
     return any(planned.plan.groups[g].state != "device" for g in tiling.assembly.work.contributions)
 
 
-def _seconds(planned: Planned) -> float:
+def _step_seconds(planned: Planned) -> float:
     return planned.timeline.step_seconds
 
 

@@ -22,10 +22,11 @@ from torch import fx
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import check_figures
 from megacompile.hardware.machine import Machine
-from megacompile.hardware.simulate import Measured, Timeline, compare, comparison_table, simulate
+from megacompile.hardware.measured_step import Measured, compare, comparison_table
+from megacompile.hardware.simulate import Timeline, simulate
 from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.passes import lower
-from megacompile.planner.bounds import Bound, lower_bound
+from megacompile.planner.lower_bound import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
 from megacompile.planner.nvme_placement import describe_traffic
 from megacompile.printable import is_printable, printable

@@ -12,7 +12,8 @@ import torch
 from megacompile.distributed.world import World
 from megacompile.errors import MegacompileError
 from megacompile.hardware.caching_allocator import Request
-from megacompile.hardware.catalog import PROFILES, Dtype, kept_profile
+from megacompile.hardware.catalog import PROFILES, Dtype
+from megacompile.hardware.kept_profile import kept_profile
 from megacompile.hardware.machine import Machine
 from megacompile.runtime.cpu import CpuDevice
 from megacompile.runtime.device import Device

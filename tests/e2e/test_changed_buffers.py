@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import BudgetError, CaptureError, ProgramError, ScheduleError
-from megacompile.planner.linear_program import Shape, uniform
-from megacompile.planner.search import Planner
+from megacompile.planner.arrangements import Shape, uniform
+from megacompile.planner.baselines import Planner
 from megacompile.schedule.op_table import Buffers
 from megacompile.schedule.verify import verify
 from tests.support.reference import HostAdamW

@@ -18,18 +18,13 @@ import megacompile
 from megacompile.bench.kernel_bench import Row, read_calls, read_rows
 from megacompile.blocks.costs import KernelCall
 from megacompile.cli.inspect import read_schedule
-from megacompile.hardware.catalog import (
-    MachineProfile,
-    keep_profile,
-    kept_profile,
-    profile_json,
-    read_profile,
-)
+from megacompile.hardware.catalog import MachineProfile, profile_json, read_profile
+from megacompile.hardware.kept_profile import keep_profile, kept_profile
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.json_codec import to_plain
-from megacompile.planner import search
-from megacompile.planner.search import read_plan
+from megacompile.planner import plan_cache
+from megacompile.planner.baselines import read_plan
 from megacompile.schedule.plan import Plan
 from megacompile.state.model_export import describe, saved_values
 from tests.support.damage import flipped, renumbered, truncated, unsealed
@@ -210,8 +205,8 @@ def test_a_plan_and_a_machine_that_caches_keep(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "plan.json"
-    search.write(file, schedule_of(3, 1).plan)
-    check(Kind(file, lambda: search.read(file), left_out=True), size)
+    plan_cache.write(file, schedule_of(3, 1).plan)
+    check(Kind(file, lambda: plan_cache.read(file), left_out=True), size)
     file = keep_profile(MachineProfile(MACHINE, "mine", device_bytes=10**10))
     check(Kind(file, lambda: kept_profile("a card", 132), left_out=True), size)
 

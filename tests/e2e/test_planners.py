@@ -14,7 +14,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.hardware.machine import Machine
-from megacompile.planner.linear_program import with_deferred
+from megacompile.planner.arrangements import with_deferred
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import Workload
 from tests.support.models import batch_for, build

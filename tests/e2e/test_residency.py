@@ -16,8 +16,8 @@ from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import nominal_cpu
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
+from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.device_state_fill import reside, trained_groups
-from megacompile.planner.linear_program import with_state_at
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import peak_bytes

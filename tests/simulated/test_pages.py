@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages, step_requests
+from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages
+from megacompile.hardware.step_requests import step_requests
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda, replayed
 from tests.simulated.test_budgets import batch, compiled, gpt2, llama, taken_beside

@@ -29,8 +29,8 @@ from torch import Tensor
 from megacompile import Program, ProgramError
 from megacompile.distributed.world import World
 from megacompile.hardware.machine import Machine
+from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.device_state_fill import trained_groups
-from megacompile.planner.linear_program import with_state_at
 from megacompile.planner.search import search
 from megacompile.runtime.block_calls import Blocks
 from megacompile.schedule.plan import Mode, Plan

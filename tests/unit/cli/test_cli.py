@@ -23,7 +23,7 @@ from megacompile.cli.main import OPTIMIZERS, main
 from megacompile.cli.models import load_model, optimizer_of
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
-from megacompile.planner.bounds import lower_bound
+from megacompile.planner.lower_bound import lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
 from megacompile.planner.search import search
 from megacompile.report.schedule import Schedule

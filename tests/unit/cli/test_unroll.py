@@ -12,7 +12,7 @@ from megacompile.api.frontend import Frontend
 from megacompile.capture.batch import read_batch
 from megacompile.cli.models import Model, build
 from megacompile.cli.repeat_layers import Repeated
-from megacompile.planner.bounds import lowest_bytes
+from megacompile.planner.lowest_bytes import lowest_bytes
 from megacompile.schedule.plan import Mode
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")

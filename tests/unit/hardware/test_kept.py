@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacompile.hardware.catalog import PROFILES, keep_profile, kept_profile
+from megacompile.hardware.catalog import PROFILES
+from megacompile.hardware.kept_profile import keep_profile, kept_profile
 from megacompile.runtime.backends import _machine
 from tests.support.damage import resealed
 

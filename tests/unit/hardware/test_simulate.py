@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.hardware.contention import shared_times
 from megacompile.hardware.machine import Machine
-from megacompile.hardware.simulate import duration, shared_times, simulate
+from megacompile.hardware.simulate import duration, simulate
 from megacompile.passes import lower
 from megacompile.schedule.op_table import STREAMS
 from megacompile.schedule.plan import Mode, Plan

@@ -9,7 +9,7 @@ from megacompile.errors import BudgetError
 from megacompile.hardware.machine import Machine
 from megacompile.passes import lower_memory
 from megacompile.planner import min_feasible_budget, plan_evaluator
-from megacompile.planner.bounds import lowest_bytes
+from megacompile.planner.lowest_bytes import lowest_bytes
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes

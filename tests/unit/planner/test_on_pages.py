@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megacompile.errors import BudgetError
-from megacompile.planner.plan_program import plan_on_pages
+from megacompile.planner.plan_on_pages import plan_on_pages
 
 LEAST = 100
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megacompile.hardware.machine import Machine
-from megacompile.planner import search as cache
+from megacompile.planner import plan_cache as cache
+from megacompile.planner import search as search_module
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
@@ -31,13 +32,13 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """The searches that try any plan."""
     found: list[object] = []
-    run = cache._run
+    run = search_module._try_starts
 
     def counted(candidates: object, also: object) -> None:
         found.append(candidates)
         run(candidates, also)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache, "_run", counted)
+    monkeypatch.setattr(search_module, "_try_starts", counted)
     yield found
 
 
@@ -117,11 +118,11 @@ def test_a_folder_that_others_may_write_to_is_not_read(plans: Path, searches: li
 
 
 def test_an_interrupted_search_is_not_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> None:
-    run = cache._run
+    run = search_module._try_starts
 
     def interrupted(candidates: object, also: object) -> None:
         run(candidates, also)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache, "_run", interrupted)
+    monkeypatch.setattr(search_module, "_try_starts", interrupted)
     assert find().peak_bytes <= BUDGET and not plans.exists()

@@ -16,8 +16,8 @@ from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import Timeline, simulate
 from megacompile.passes import lower
 from megacompile.planner import plan_evaluator
-from megacompile.planner import search as cache
-from megacompile.planner.linear_program import _rounded
+from megacompile.planner import search as search_module
+from megacompile.planner.arrangements import _rounded
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
@@ -36,7 +36,7 @@ TRAIN = Mode("train")
 def _searched_anew() -> Iterator[None]:
     """What an earlier test found is not taken."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "read", lambda path: None)
+        patch.setattr(search_module, "read", lambda path: None)
         yield
 
 

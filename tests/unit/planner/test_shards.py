@@ -8,8 +8,8 @@ import pytest
 
 from megacompile.hardware.machine import Machine
 from megacompile.passes import lower
-from megacompile.planner.bounds import lower_bound
 from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.lower_bound import lower_bound
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import peak_bytes

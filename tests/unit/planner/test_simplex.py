@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from megacompile.planner.linear_program import minimise
+from megacompile.planner.simplex import minimise
 
 
 @pytest.mark.parametrize("seed", range(60))

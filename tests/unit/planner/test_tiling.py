@@ -10,7 +10,7 @@ import pytest
 
 from megacompile.errors import BudgetError
 from megacompile.planner import tiling
-from megacompile.planner.bounds import activations_bytes, lowest_bytes
+from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_program import first_that_fits
 from megacompile.schedule.plan import Mode

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
-from megacompile.hardware.simulate import align, compare, simulate
+from megacompile.hardware.measured_step import align, compare
+from megacompile.hardware.simulate import simulate
 from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.passes import lower
 from megacompile.report.explain import most_offloaded

@@ -17,7 +17,7 @@ import pytest
 
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import PROFILES
-from megacompile.hardware.simulate import align
+from megacompile.hardware.measured_step import align
 from megacompile.json_codec import sealed
 from megacompile.report import schedule as schedules
 from megacompile.report.schedule import Schedule, page_data, render_page

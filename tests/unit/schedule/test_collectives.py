@@ -13,7 +13,7 @@ from megacompile.hardware.simulate import duration, simulate
 from megacompile.passes import lower
 from megacompile.passes.insert_collectives import PIECE_BYTES, insert_collectives
 from megacompile.passes.synchronize import synchronize
-from megacompile.planner.bounds import lower_bound
+from megacompile.planner.lower_bound import lower_bound
 from megacompile.schedule.emit import emit_step
 from megacompile.schedule.op_table import COLLECTIVES, Agreed, Resident, Shard, Weights
 from megacompile.schedule.plan import Mode, Plan

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megacompile.api.frontend import Frontend
 from megacompile.blocks.weight_groups import SEED_BYTES
 from megacompile.capture.batch import read_batch
-from megacompile.hardware.caching_allocator import step_requests
 from megacompile.hardware.catalog import PROFILES
+from megacompile.hardware.step_requests import step_requests
 from megacompile.kernels._triton import Gpu
 from megacompile.passes import lower
 from megacompile.planner.min_feasible_budget import least

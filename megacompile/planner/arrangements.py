@@ -1,0 +1,161 @@
+"""Arrange counts at places, and change one plan into its neighbours.
+
+A :class:`~megacompile.planner.linear_program.Mixture` says how many; these functions say which. "runs"
+gives blocks that wait on the host the first places, those that keep most the last ones, holds the last
+weight groups, and leaves the state of the first on the device; "spread" mixes all treatments evenly, so
+that no stretch of the step loads one stream more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from megacompile.planner.linear_program import Mixture
+from megacompile.planner.treatments import Kind, Order, Treatment
+from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
+from megacompile.schedule.workload import Workload
+
+CHECKPOINT_POLICIES = ("all", "some", "attention", "none", "least")
+Place = Literal["host", "device"]  # of a group's state
+Arrangement = Literal["runs", "spread"]
+ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
+_SAVES_LESS = {"least": 0, "none": 1, "attention": 2, "some": 3, "all": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The part of a plan that is the same for all blocks and groups of a start."""
+
+    order: Order
+    prefetch_depth: int
+    grad_lag: int
+    reload: int = 1
+
+    def block(self, checkpoint: str, saved_on: str) -> BlockPlan:
+        """A block's plan; what stays on the device is not brought back."""
+        return BlockPlan(checkpoint, saved_on, 1 if saved_on == "device" else self.reload)  # type: ignore[arg-type]
+
+
+def policies_of(work: Workload) -> list[str]:
+    """The checkpoint policies that any block has, those that keep most first."""
+    names = {c.name for block in work.blocks for c in block.policies}
+    return [name for name in CHECKPOINT_POLICIES if name in names]
+
+
+def orders(work: Workload, mode: Mode) -> list[Order]:
+    """Orders of micro-batches that differ."""
+    return ["depth", "breadth"] if mode.micro_batches > 1 and not work.in_turn else ["depth"]
+
+
+def shapes_of(order: Order) -> list[Shape]:
+    """List how far transfers run ahead of compute in what starts are tried with, furthest first."""
+    return [Shape(order, *ahead) for ahead in ((2, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0))]
+
+
+def shapes(work: Workload, mode: Mode) -> list[Shape]:
+    """The shapes that starts are tried with, of all orders."""
+    return [shape for order in orders(work, mode) for shape in shapes_of(order)]
+
+
+def uniform(
+    work: Workload,
+    shape: Shape,
+    checkpoint: str,
+    saved_on: str,
+    residency: str,
+    *,
+    checkpoints: Sequence[str] = (),
+) -> Plan:
+    """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
+    names = checkpoints or (checkpoint,) * len(work.blocks)
+    return Plan(
+        blocks=tuple(shape.block(n, saved_on) for n in names),
+        groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
+        order=shape.order,
+        grad_lag=shape.grad_lag,
+    )
+
+
+def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrangement) -> Plan:
+    """The plan in which each kind has its counts, rounded, at the places that the arrangement gives."""
+    blocks: list[BlockPlan] = [BlockPlan("none")] * len(work.blocks)
+    groups: list[GroupPlan] = [GroupPlan("stream", shape.prefetch_depth)] * len(work.groups)
+    for kind, counts in mixture.blocks:
+        for b, (checkpoint, saved_on) in _places(kind, counts, arrangement):
+            blocks[b] = shape.block(checkpoint, saved_on)
+    for kind, counts in mixture.groups:
+        for g, (_, residency) in _places(kind, counts, arrangement):
+            if residency == "resident":
+                groups[g] = GroupPlan("stream", shape.prefetch_depth, state="device")
+            else:
+                groups[g] = GroupPlan(residency, shape.prefetch_depth)  # type: ignore[arg-type]
+    return Plan(tuple(blocks), tuple(groups), shape.order, shape.grad_lag)
+
+
+def with_deferred(plan: Plan, work: Workload, share: float) -> Plan:
+    """The plan in which about this share of all updates, evenly spread, waits for the backward's end."""
+    trained = [g for g, p in enumerate(plan.groups) if g in work.contributions and p.state != "device"]
+    sizes = list(accumulate((work.groups[g].elements for g in trained), initial=0))
+    total = max(1, sizes[-1])
+    deferred, done = set(), 0.0
+    for g, size in zip(trained, sizes[1:], strict=True):
+        if share * size / total - done >= 0.5 * work.groups[g].elements / total:
+            deferred.add(g)
+            done += work.groups[g].elements / total
+    return replace(
+        plan,
+        groups=tuple(
+            replace(p, update="deferred" if g in deferred else "immediate") for g, p in enumerate(plan.groups)
+        ),
+    )
+
+
+def with_state_at(plan: Plan, groups: Collection[int], state: Place) -> Plan:
+    """The plan with the state of these groups there."""
+    if not groups:
+        return plan
+    placed = (replace(g, state=state) if i in groups else g for i, g in enumerate(plan.groups))
+    return replace(plan, groups=tuple(placed))
+
+
+def _rank(treatment: Treatment) -> tuple[bool, int]:
+    checkpoint, place = treatment
+    if place == "resident":
+        return False, -1
+    return place not in ("host", "stream"), _SAVES_LESS.get(checkpoint, 0)
+
+
+def _places(kind: Kind, counts: Sequence[float], arrangement: Arrangement) -> Iterator[tuple[int, Treatment]]:
+    whole = _rounded(counts, len(kind.members))
+    order = sorted(range(len(whole)), key=lambda t: _rank(kind.treatments[t]))
+    chosen = [t for t in order for _ in range(whole[t])] if arrangement == "runs" else _evenly(whole, order)
+    for member, t in zip(kind.members, chosen, strict=True):
+        yield member, kind.treatments[t]
+
+
+def _rounded(counts: Sequence[float], total: int) -> list[int]:
+    """Whole counts with the given sum, by largest remainders; counts beyond it, which state on the device may
+    have as it takes work away, are cut to it.
+    """
+    counts = [min(c, float(total)) for c in counts]
+    whole = [int(c + 1e-9) for c in counts]
+    by_rest = sorted(range(len(counts)), key=lambda t: (whole[t] - counts[t], t))
+    for i in range(total - sum(whole)):
+        whole[by_rest[i % len(whole)]] += 1
+    while sum(whole) > total:
+        whole[max(range(len(whole)), key=lambda t: whole[t])] -= 1
+    return whole
+
+
+def _evenly(counts: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Each t counts[t] times, at each place the one that is furthest behind its share."""
+    total, given = sum(counts), [0] * len(counts)
+    found = []
+    for place in range(total):
+        behind = max(order, key=lambda t: (counts[t] * (place + 1) / total - given[t], counts[t] > given[t]))
+        given[behind] += 1
+        found.append(behind)
+    return found

@@ -1,0 +1,132 @@
+"""Floor: seconds and bytes that no step with a plan's choices can do without, without lowering the plan.
+
+In: a workload, a mode, a machine; then plans. Out, as seconds, the larger of two sums. All compute, with
+what lies between the last gradient of a step and the next forward: that gradient's way out, the update that
+needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
+with all compute that follows the first use of the group that is updated last. As bytes, what blocks keep
+and what groups are held. All hold however well everything else overlaps, so no plan is lowered whose floor
+is above the best step or above the budget.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.simulate import call_seconds, duration
+from megacompile.schedule.plan import BlockPlan, Mode, Plan, norm_bytes
+from megacompile.schedule.step import Op
+from megacompile.schedule.workload import Workload
+
+
+class Floor:
+    """Floors of plans over one workload, mode and machine."""
+
+    def __init__(self, work: Workload, mode: Mode, machine: Machine) -> None:
+        self.work, self.mode, self.machine = work, mode, machine
+
+    def seconds(self, plan: Plan) -> float:
+        """A lower bound for the simulated step of ``plan``; state on the device is taken to cost nothing."""
+        taken = [
+            self._blocks[b].get(p.checkpoint) or self._blocks[b]["none"] for b, p in enumerate(plan.blocks)
+        ]
+        compute = sum(forward + back for forward, back in taken) * self.mode.micro_batches
+        if self.mode.kind != "train" or any(g.state == "device" for g in plan.groups):
+            return compute
+        floor = compute + self._turnaround
+        if self.mode.keeps_gradients and self.work.contributions:
+            use, updates = self._updates
+            passes = self.mode.micro_batches if plan.order == "breadth" else 1
+            before = passes * sum(forward for forward, _ in taken[:use])
+            floor = max(floor, compute - before + updates)
+        return floor
+
+    def nbytes(self, plan: Plan) -> int:
+        """Device bytes at the end of a forward of what blocks keep, and of groups that are held."""
+        if self.mode.kind in ("evaluate", "update"):
+            return 0
+        kept = sum(self._kept(b, p) for b, p in enumerate(plan.blocks) if p.saved_on == "device")
+        held = sum(
+            self.work.groups[g].nbytes
+            for g in self._again
+            if plan.groups[g].residency == "step" and plan.groups[g].state != "device"
+        )
+        return kept * (self.mode.micro_batches if plan.order == "breadth" else 1) + held
+
+    def _kept(self, b: int, plan: BlockPlan) -> int:
+        """Bytes that a block saves for its backward, its inputs left out."""
+        policy = self.work.blocks[b].policy(plan.checkpoint)
+        return policy.saved_bytes if policy.recompute is None and policy.backward is not None else 0
+
+    @cached_property
+    def _again(self) -> set[int]:
+        """Groups that a block's forward and its backward read."""
+        return {
+            g
+            for block in self.work.blocks
+            for g in set.intersection(
+                *(
+                    set(c.forward.groups) & set(c.backward.groups if c.backward else ())
+                    for c in block.policies
+                )
+            )
+        }
+
+    @cached_property
+    def _blocks(self) -> list[dict[str, tuple[float, float]]]:
+        """Per block and checkpoint policy the seconds of a forward, and of a recompute with its backward."""
+        if self.mode.kind == "update":
+            return [
+                dict.fromkeys([c.name for c in b.policies] + ["none"], (0.0, 0.0)) for b in self.work.blocks
+            ]
+        machine, backward = self.machine, self.mode.kind != "evaluate"
+        return [
+            {
+                c.name: (
+                    call_seconds(c.forward, machine),
+                    backward * (call_seconds(c.recompute, machine) + call_seconds(c.backward, machine)),
+                )
+                for c in block.policies
+            }
+            for block in self.work.blocks
+        ]
+
+    @cached_property
+    def _turnaround(self) -> float:
+        """From the end of the first block's last backward to its next forward."""
+        first = self.work.blocks[0]
+        wanted = set.intersection(*(set(c.forward.groups) for c in first.policies))
+        ways = [
+            self._push(nbytes) + self._norm(g) + self._adam(g) + self._fetch(g)
+            for g, nbytes in first.grad_groups
+            if g in wanted
+        ]
+        return max(ways, default=0.0)
+
+    @cached_property
+    def _updates(self) -> tuple[int, float]:
+        """The block that first wants the group updated last; seconds of all updates and of its fetch."""
+        last = max(self.work.contributions)
+        users = (
+            b
+            for b, block in enumerate(self.work.blocks)
+            if all(last in c.forward.groups for c in block.policies)
+        )
+        seconds = sum(self._adam(g) for g in self.work.contributions)
+        use = next(users, None)  # none, where rows of the group are gathered as the step begins
+        return (0, seconds) if use is None else (use, seconds + self._fetch(last))
+
+    def _push(self, nbytes: int) -> float:
+        return duration(Op("push_grad", "d2h", nbytes=nbytes, ranks=self.work.ranks), self.machine)
+
+    def _norm(self, group: int) -> float:
+        return duration(Op("norm", "host", nbytes=norm_bytes(self.work, self.mode, group)), self.machine)
+
+    def _adam(self, group: int) -> float:
+        work = self.work.groups[group]
+        op = Op("adam", "host", nbytes=work.update_bytes, flops=work.update_flops)
+        return duration(op, self.machine)
+
+    def _fetch(self, group: int) -> float:
+        nbytes, ranks = self.work.groups[group].nbytes, self.work.ranks
+        return duration(Op("prefetch", "h2d", nbytes=nbytes, ranks=ranks), self.machine)

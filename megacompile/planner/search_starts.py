@@ -1,0 +1,178 @@
+"""Start the search: plans of a linear program over counts, plans that treat everything alike, few blocks.
+
+The program (:mod:`~megacompile.planner.linear_program`) knows bytes by kind; its room is corrected until
+the step that comes of it just fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from megacompile.planner.arrangements import (
+    ARRANGEMENTS,
+    Arrangement,
+    Shape,
+    arrange,
+    orders,
+    policies_of,
+    shapes,
+    shapes_of,
+    uniform,
+    with_deferred,
+    with_state_at,
+)
+from megacompile.planner.baselines import baselines
+from megacompile.planner.linear_program import Mixer
+from megacompile.planner.plan_evaluator import Candidates, EvaluatedPlan
+from megacompile.planner.treatments import Order, Treatments
+from megacompile.schedule.plan import Plan
+
+_CLOSE = 0.01  # to what is expected: no other start is tried
+_FEW = 4  # blocks
+_FIRST = (1, 4)  # groups whose updates end a step, tried on the device: the program does not see them last
+_CORRECTIONS = 6  # solutions of the linear program per start
+_EVERYTHING = 1e15  # bytes that no device has
+
+
+def mixtures(candidates: Candidates) -> None:
+    """Score what the linear program over counts leads to, in runs and evenly spread."""
+    if candidates.mode.kind in ("evaluate", "update"):
+        return
+    for order in orders(candidates.work, candidates.mode):
+        mixer, fits = _mixer(candidates, order), False
+        for shape in shapes_of(order):
+            if (
+                shape.prefetch_depth or not fits
+            ):  # with nothing ahead of its use a step is slower, but needs least
+                fits |= _arranged(candidates, mixer, shape)
+    for count in _FIRST if candidates.residents else ():
+        some = frozenset(sorted(candidates.residents)[:count])
+        _arranged(candidates, _mixer(candidates, "depth", some), shapes_of("depth")[0])
+
+
+def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
+    """Return whether a step of this shape fits; the second arrangement begins with the room of the first."""
+    room: float | None = None
+    for arrangement in ARRANGEMENTS:
+        if candidates.best is None or candidates.gap > _CLOSE:
+            room = _fill(candidates, mixer, shape, arrangement, room)
+    return room is not None
+
+
+def _mixer(candidates: Candidates, order: Order, resident: frozenset[int] = frozenset()) -> Mixer:
+    drive = None if candidates.host_budget is None else candidates.drive
+    found = Treatments(
+        candidates.work, candidates.mode, candidates.machine, order,
+        candidates.residents, resident | candidates.resident,
+    )  # fmt: skip
+    return Mixer(found, None if drive is None else drive.spare)
+
+
+def _fill(
+    candidates: Candidates, mixer: Mixer, shape: Shape, arrangement: Arrangement, room: float | None
+) -> float | None:
+    """Correct the program's room until the step that comes of it just fits; score it, return its room."""
+    budget = candidates.budget_bytes
+    room, host_room = room or float(budget), None if candidates.spills else candidates.host_budget
+    fits_at, fails_at = 0.0, _EVERYTHING
+    fitting: EvaluatedPlan | None = None
+    for _ in range(_CORRECTIONS):
+        mixture = mixer.solve(room, host_room)
+        if mixture is None or (candidates.best and mixture.seconds >= candidates.best.seconds):
+            break
+        plan = arrange(candidates.work, shape, mixture, arrangement)
+        if not candidates.mode.keeps_gradients:
+            plan = with_deferred(plan, candidates.work, mixture.deferred)
+        if fitting is not None and plan == fitting.asked:
+            break
+        found = None if plan in candidates.misfits else candidates.measure(plan)
+        if found is not None and found.fits:
+            fitting, peak, fits_at = found, found.peak, room
+            expected = mixture.seconds
+            if budget - peak < 0.01 * budget:
+                break
+        else:
+            fails_at = room
+            peak, over = candidates.misfits[plan]
+            if host_room is not None:
+                host_room -= over
+        room += 0.98 * (budget - peak)
+        if not fits_at < room < fails_at:
+            room = (fits_at + min(fails_at, budget)) / 2
+    if fitting is None:
+        return None
+    candidates.expect(expected)
+    if fitting.asked not in candidates.seen:
+        candidates.seen.add(fitting.asked)
+        candidates.simulate(fitting)
+    return fits_at
+
+
+def fixed(candidates: Candidates) -> None:
+    """Plans that treat everything alike, and the schedules of other systems.
+
+    Of each the shape whose transfers run furthest ahead of those that fit; others where that one helps. Where
+    streamed groups do not fit, held ones do not either.
+    """
+    residencies = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
+    for order, checkpoint, saved_on in product(
+        orders(candidates.work, candidates.mode), policies_of(candidates.work), ("device", "host")
+    ):
+        for residency in residencies:
+            for shape in shapes_of(order):
+                plan = uniform(candidates.work, shape, checkpoint, saved_on, residency)
+                better = candidates.score(plan)
+                fits = plan not in candidates.misfits
+                if fits and not better:
+                    break
+            if not fits:
+                break
+    if candidates.mode.kind == "train":
+        for plan in baselines(candidates.work, candidates.mode, candidates.machine, candidates.budget_bytes):
+            candidates.score(plan)
+
+
+def all_resident(candidates: Candidates) -> None:
+    """All state on the device, where that leaves room: of each shape the plan that keeps most and fits."""
+    groups = [candidates.work.groups[g] for g in candidates.residents]
+    if not groups or sum(g.resident_bytes for g in groups) > candidates.budget_bytes:
+        return
+    for shape in shapes(candidates.work, candidates.mode):
+        # of frozen groups, and of what ranks gather
+        for checkpoint, residency in product(policies_of(candidates.work), ("step", "stream")):
+            plan = uniform(candidates.work, shape, checkpoint, "device", residency)
+            plan = with_state_at(plan, candidates.residents, "device")
+            candidates.score(plan)
+            if plan not in candidates.misfits:
+                break
+
+
+def few_blocks(candidates: Candidates) -> None:
+    """Yield plans where counts are too coarse: keep everything, then step by step what lowers the peak
+    most."""
+    if len(candidates.work.blocks) > _FEW or candidates.mode.kind in ("evaluate", "update"):
+        return
+    names = policies_of(candidates.work)
+    for shape in shapes(candidates.work, candidates.mode):
+        if not shape.reload:  # nothing here waits on the host
+            continue
+        plan = uniform(candidates.work, shape, names[0], "device", "stream")
+        now = candidates.measure(plan)
+        while not now.fits:
+            less = (candidates.measure(p) for p in _keeping_less(now.plan, names))
+            least = min(less, key=lambda other: other.peak, default=now)
+            if least.peak >= now.peak:
+                break
+            now = least
+        if now.fits:
+            candidates.score(now.plan)
+
+
+def _keeping_less(plan: Plan, names: Sequence[str]) -> Iterator[Plan]:
+    for b, now in enumerate(plan.blocks):
+        for checkpoint in names[names.index(now.checkpoint) + 1 :]:
+            yield replace(
+                plan, blocks=(*plan.blocks[:b], replace(now, checkpoint=checkpoint), *plan.blocks[b + 1 :])
+            )
