@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import platform
+import weakref
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -31,6 +33,10 @@ _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_INTERLEAVE = 3
 _NO_RESERVE = 0x4000  # the budget decides, not what the system has now: memory may grow as it is used
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+# A fork has the objects and not the mappings. There, unmapping would hit whatever has their addresses since.
+_of_parent: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_mappings))
 
 
 class HostArena:
@@ -48,6 +54,7 @@ class HostArena:
                 f"The system refuses to map {format_bytes(self.nbytes)} of host memory ({error}): "
                 "free some memory, or give a smaller host_budget."
             ) from error
+        _mappings.add(mapping)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_PAGE
         self.tensor = whole[start : start + self.nbytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,6 +78,27 @@ def test_a_piece_keeps_the_mapping_alive_and_the_last_one_gives_it_back() -> Non
     del piece
     gc.collect()
     assert resident_bytes() < before - (100 << 20)
+
+
+def test_a_fork_that_drops_an_arena_unmaps_nothing_of_its_own() -> None:
+    """The fork has other memory at the arena's addresses, which it was not given."""
+    whole = HostArena(1 << 20)
+    address, nbytes = whole.address, whole.nbytes
+    child = os.fork()
+    if child == 0:
+        try:
+            fixed = 0x100000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED_NOREPLACE
+            system = ctypes.CDLL(None)
+            system.mmap.restype = ctypes.c_void_p
+            system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+            assert system.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0) == address
+            del whole
+            gc.collect()
+            ctypes.memset(address, 1, nbytes)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_more_than_the_arena_holds_is_our_own_mistake() -> None:
