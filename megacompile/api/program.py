@@ -14,7 +14,6 @@ import functools
 import itertools
 import os
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -221,7 +220,8 @@ class Program:
     def close(self) -> None:
         """Finish what is under way and end the worker threads; the state can still be read.
 
-        The next program that is compiled for the model takes its values from this one, while that is there.
+        The model keeps them, also where nobody knows the program any more: the next one that is compiled for
+        it takes its values from there.
         """
         session = self._session
         lost: DeviceLostError | None = None
@@ -234,8 +234,7 @@ class Program:
         self.world.disconnect()
         self._closed = True
         session.refuse_training(session.inconsistent or CLOSED)
-        hand_over = weakref.WeakMethod(session.hand_over)  # a program that is dropped is not kept by this
-        session.values.given_up_by(lambda optimizer: (hand_over() or (lambda _: None))(optimizer))
+        session.values.given_up_by(session.hand_over)
         try:
             session.finish_saving()
         finally:

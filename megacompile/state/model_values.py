@@ -483,8 +483,11 @@ class ModelValues:
         self.lending, self._gives_up = lending, give_up
 
     def given_up_by(self, give_up: Callable[[Any], None]) -> None:
-        """Have ``give_up`` hand the values over to another program, with the optimizer that it is given."""
+        """Have ``give_up`` hand the values over to another program, with the optimizer that it is given. The
+        model keeps them until then, so that they are not lost with the program that is over."""
         self._gives_up = give_up
+        for parameter in self._named.values() if self._owns else ():
+            vars(parameter)["_owner"] = lambda: self
 
     def give_up(self, optimizer: Any) -> None:
         """Leave the values to the model, where :meth:`given_up_by` says how."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Callable
@@ -274,20 +275,26 @@ def test_release_gives_the_values_of_the_last_step(way: str) -> None:
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
-def test_a_closed_program_gives_its_model_to_the_next_one() -> None:
-    """With a warning where the optimizer's moments do not go along; not
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_closed_program_gives_its_model_to_the_next_one(dropped: bool) -> None:
+    """Also where nobody has it any more; with a warning where the optimizer's moments do not go along; not
     after a step that stopped midway."""
     first, model, optimizer = owned()
     with first:
         first.train_step(batch_for("plain"))
     trained = first.state_dict()
+    if dropped:
+        del first
+        gc.collect()
+        assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
     with pytest.warns(UserWarning, match=r"moments.*start from zero"):
         second = megacompile.compile(
             model, "1GB", optimizer=optimizer, compute_dtype=torch.float32, example_batch=batch_for("plain")
         )
     assert all(torch.equal(value, trained[name]) for name, value in second.state_dict().items())
-    with pytest.raises(ProgramError, match="Another program has taken over"):
-        first.train_step(batch_for("plain"))
+    if not dropped:
+        with pytest.raises(ProgramError, match="Another program has taken over"):
+            first.train_step(batch_for("plain"))
     second._session.refuse_training("A step stopped in the middle: load a checkpoint.")
     second.close()
     with pytest.raises(ProgramError, match="stopped in the middle"):
