@@ -27,7 +27,8 @@ from megacompile.errors import (
     UntraceableError,
 )
 from megacompile.report.schedule import Schedule
-from megacompile.runtime.step_results import Memory, StepOutput
+from megacompile.runtime.memory_report import Memory
+from megacompile.runtime.step_output import StepOutput
 
 PAGE = Path(__file__).with_name("reference.md")
 FUNCTIONS = (megacompile.compile, megacompile.from_pretrained, megacompile.our_operators)

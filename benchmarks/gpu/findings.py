@@ -85,7 +85,7 @@ class Recorder:
         """
         import torch
 
-        from megacompile.runtime.call_context import failure_of
+        from megacompile.runtime.device_failures import failure_of
 
         if self._fresh and failure_of(torch.device("cuda")):
             sys.stdout.flush()

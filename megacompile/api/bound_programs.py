@@ -12,9 +12,9 @@ from megacompile.api.allocate_state import check_beside
 from megacompile.api.pipeline import Compiler, Scheduled
 from megacompile.api.settings import Settings
 from megacompile.kernels import _triton
-from megacompile.runtime.block_calls import BoundStep
+from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.device import Device
-from megacompile.runtime.triton_check import compile_kernels, launches_of
+from megacompile.runtime.precompile_kernels import compile_kernels, launches_of
 from megacompile.state.masters import HostState
 
 

@@ -26,7 +26,7 @@ from megacompile.kernels._triton import gpu_of
 from megacompile.planner.baselines import SEARCH, Planner, chosen_planner
 from megacompile.planner.nvme_placement import Tiers
 from megacompile.runtime.backends import Backend, open_backend
-from megacompile.runtime.call_context import naming_failures
+from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.triton_check import check_triton
 from megacompile.schedule.plan import Plan
 from megacompile.state.masters import Weights

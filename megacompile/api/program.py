@@ -51,7 +51,9 @@ from megacompile.hardware.machine import Machine
 from megacompile.hardware.measured_step import align
 from megacompile.report.schedule import Schedule
 from megacompile.runtime.call_context import alone, exclusive
-from megacompile.runtime.step_results import Memory, StepOutput, StepResults
+from megacompile.runtime.memory_report import Memory
+from megacompile.runtime.step_output import StepOutput
+from megacompile.runtime.step_results import StepResults
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.state.checkpoint import (
     BackgroundSave,

@@ -40,9 +40,10 @@ from megacompile.capture.fingerprint import Frozen
 from megacompile.capture.loss_cut import LossCut
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
 from megacompile.graph.captured import OutputsFn
-from megacompile.runtime.block_calls import BoundStep
-from megacompile.runtime.call_context import exclusive, naming_failures, refuse_autocast, whole_step
+from megacompile.runtime.bound_step import BoundStep
+from megacompile.runtime.call_context import exclusive, refuse_autocast, whole_step
 from megacompile.runtime.device import Device
+from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode

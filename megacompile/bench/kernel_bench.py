@@ -30,7 +30,7 @@ from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
 from megacompile.kernels.registry import CALLED, SPECS, Cost, Function, Operation, Shape, normal
 from megacompile.own_files import replace_text, replacing_file
-from megacompile.runtime.call_context import first_line
+from megacompile.runtime.device_failures import first_line
 from megacompile.text_files import read_text
 
 # ------------------------------------------------------------------------------------------------------------

@@ -97,7 +97,8 @@ def _page_locking() -> str:
 
     if not torch.cuda.is_available():
         return ""
-    from megacompile.runtime.pinned_memory import PIECE_BYTES, PIECES, page_lock, page_unlock
+    from megacompile.runtime.pinned_memory import page_lock, page_unlock
+    from megacompile.runtime.staging import PIECE_BYTES, PIECES
     from megacompile.state.host_arena import HostArena
 
     probe = HostArena(_PROBE).tensor

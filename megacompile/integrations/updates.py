@@ -19,7 +19,7 @@ from megacompile.errors import MegacompileError
 from megacompile.integrations.compute_loss import MicroBatch, OutsideModel, cancel
 from megacompile.integrations.progress import TrainingProgress
 from megacompile.integrations.saving import Writing
-from megacompile.runtime.step_results import StepOutput
+from megacompile.runtime.step_output import StepOutput
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
 _Step = TypeVar("_Step", bound=Callable[..., Tensor])

@@ -88,7 +88,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
     return Backend(
         device,
         torch.cuda.get_device_properties(device).total_memory,
-        _machine(device, dtype),
+        _machine_of(device, dtype),
         lambda budget: plan_bytes(api, budget),
         lambda budget, world: CudaDevice(api, budget, world),
         lacking_bytes,
@@ -97,7 +97,7 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
     )
 
 
-def _machine(device: torch.device, dtype: Dtype) -> Machine:
+def _machine_of(device: torch.device, dtype: Dtype) -> Machine:
     """Return the machine that ``megacompile profile`` measured; else, and for links to other cards, the
     built-in profile that a card's name fits best, an H100's where none does, with its own number of
     multiprocessors."""

@@ -1,104 +1,29 @@
-"""Calls of blocks: an emitted step bound to its functions, and the values that these take and give.
+"""Keep values on the device by token, and call block functions.
 
-In: a step, its source, and what the stages before left; then its operations, one at a time, from the
-:class:`~megacompile.runtime.executor.Runtime`. Block functions are loaded for the device that they run on.
+In: a bound step; then its operations, one at a time, from the :class:`~megacompile.runtime.executor.Runtime`.
+A function's arguments are looked up by what its block reads; results are kept under the tokens that the
+step's later operations name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megacompile.blocks.block_functions import BlockFunction, Boxed
 from megacompile.blocks.joint_graph import Ref
-from megacompile.blocks.partition import Block, Partition
-from megacompile.blocks.policies import DifferentiatedTemplate
-from megacompile.blocks.weight_groups import Assembly, GroupLayout
+from megacompile.blocks.weight_groups import GroupLayout
 from megacompile.errors import BudgetExceededError, ProgramError
+from megacompile.runtime.bound_step import BoundCall, BoundStep
 from megacompile.runtime.device import Device
 from megacompile.runtime.device_state import ResidentState
 from megacompile.runtime.step_results import StepInputs
-from megacompile.schedule.op_table import COMPUTES, Saved, Token, Value, ValueGrad, WeightGrad
-from megacompile.schedule.step import Step, kept_gradients
+from megacompile.schedule.op_table import Saved, Token, Value, ValueGrad, WeightGrad
 from megacompile.state.master_layout import slot_view
-
-# ------------------------------------------------------------------------------------------------------------
-# An emitted step together with the functions, layouts and constants that it refers to.
-
-
-@dataclass(frozen=True)
-class BoundCall:
-    """One function of one block, ready to be called."""
-
-    block: Block
-    function: BlockFunction
-    run: Boxed
-
-
-class BoundStep:
-    """An emitted step with the functions, layouts and constants that its operations refer to.
-
-    ``function`` takes a runtime and makes the calls of the step on it. ``constants`` are the model's
-    own buffers and constants, on the host, of which the step changes those in ``changed``.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        source: str,
-        part: Partition,
-        templates: Sequence[DifferentiatedTemplate],
-        assembly: Assembly,
-        constants: dict[str, Tensor],
-        parameter_order: Sequence[str],
-        device: torch.device,
-    ) -> None:
-        namespace: dict[str, Any] = {}
-        exec(compile(source, "<megacompile step>", "exec"), namespace)
-        self.function: Callable[[Any], None] = namespace["step"]
-        self.step = step
-        self.part = part
-        self.assembly = assembly
-        self.constants = constants
-        self.changed = part.changed if "forward" in {op.kind for op in step.ops} else frozenset()
-        self.norm_order = tuple(n for n in parameter_order if n in assembly.places)
-        self.kinds = frozenset(op.kind for op in step.ops)
-        self.kept = kept_gradients(step)
-        self.updates = sum(op.kind == "adam" for op in step.ops)
-        gives_results = "copy_result" in self.kinds
-        self.loss_block = -1 if gives_results else part.values[part.results[0]].producer
-        self._templates = templates
-        self._loaded: dict[str, Boxed] = {}  # by source
-        keys: set[tuple[int, str, str]] = {
-            (op.block, op.policy, op.kind) for op in step.ops if op.kind in COMPUTES
-        }
-        self._calls = {key: self._bind(*key, device) for key in sorted(keys)}
-
-    def call(self, block: int, checkpoint: str, part: str) -> BoundCall:
-        """The bound function for one operation."""
-        return self._calls[block, checkpoint, part]
-
-    def _bind(self, block: int, checkpoint: str, part: str, device: torch.device) -> BoundCall:
-        bound = self.part.blocks[block]
-        policy = self._templates[bound.template].policies[checkpoint]  # type: ignore[index]
-        function: BlockFunction | None = getattr(policy, part)
-        assert function is not None
-        if function.source not in self._loaded:
-            self._loaded[function.source] = function.load(device)
-        return BoundCall(bound, function, self._loaded[function.source])
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Values on the device by token, and the calls of block functions.
-#
-# A function's arguments are looked up by what its block reads; results are kept under the tokens that the
-# step's later operations name.
 
 
 class Blocks:

@@ -19,7 +19,8 @@ from megacompile.blocks.cpu_products import float32_products, withdraw_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import Slot
 from megacompile.distributed.world import World
-from megacompile.runtime.device import Device, Streams, Trace
+from megacompile.runtime.device import Device
+from megacompile.runtime.thread_streams import Streams, Trace
 from megacompile.schedule.step import Step
 from megacompile.state.adam import AdamHyper
 from megacompile.state.master_layout import add_gradients
@@ -48,8 +49,6 @@ class CpuDevice(Device):
         self._step: Step  # that is prepared, and whether it is counted
         self._counts = True
         self._whole = StorageMeter(budget_bytes)  # while no step has a part of the budget
-
-    # ---- memory ----------------------------------------------------------------------------------
 
     def prepare(
         self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
@@ -117,8 +116,6 @@ class CpuDevice(Device):
 
     def host_free(self, buffer: Tensor) -> None:
         pass  # it goes with its last tensor
-
-    # ---- copies ----------------------------------------------------------------------------------
 
     def load(self, leaf: Tensor) -> Tensor:
         with self.counted():

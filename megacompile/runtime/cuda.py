@@ -1,4 +1,14 @@
-"""The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory."""
+"""The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
+
+Weights live in a slab that is allocated once per program. What blocks create comes from torch's allocator
+on the compute stream, and is freed by the compute stream after it waited for whoever else read it, so
+stream order alone makes its reuse safe. The allocator may never hold more than the budget less what the
+driver takes: going over raises.
+
+Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and is
+set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and the host
+casts and adds.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +26,13 @@ from megacompile.distributed.world import World
 from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramError
 from megacompile.hardware.caching_allocator import PAGE_BYTES
 from megacompile.kernels.adamw import adamw_
+from megacompile.runtime.bounce_buffers import BOUNCE_BUFFERS, BounceBuffer
 from megacompile.runtime.cuda_memory import CudaMemory
-from megacompile.runtime.cuda_streams import CudaStreams, Flag, OnComplete
-from megacompile.runtime.device import Device, Trace
-from megacompile.runtime.pinned_memory import Staging, flat_bytes
+from megacompile.runtime.cuda_streams import CudaStreams, OnComplete
+from megacompile.runtime.device import Device
+from megacompile.runtime.exact_convolutions import exact_convolutions
+from megacompile.runtime.staging import Staging, flat_bytes
+from megacompile.runtime.thread_streams import Trace
 from megacompile.schedule.step import Event, Step
 from megacompile.state.adam import AdamHyper
 from megacompile.state.host_arena import HostArena
@@ -27,44 +40,6 @@ from megacompile.state.master_layout import add_gradients, is_dense, slot_view
 from megacompile.state.masters import HostState
 from megacompile.units import update_threads, usable_cores
 
-# ------------------------------------------------------------------------------------------------------------
-# How cuDNN convolves in a program: in the order and the precision that the CPU has too.
-
-
-@contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """Within, cuDNN convolves without TF32, which it takes unless told, and deterministically.
-
-    Recurrent layers are set with them, as torch takes unlike settings of the two for a mistake.
-    """
-    cudnn: Any = torch.backends.cudnn
-    kinds = cudnn.conv, cudnn.rnn
-    before = [kind.fp32_precision for kind in kinds], cudnn.deterministic, cudnn.benchmark
-    try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
-        cudnn.deterministic, cudnn.benchmark = True, False
-        yield
-    finally:
-        for kind, precision in zip(kinds, before[0], strict=True):
-            kind.fp32_precision = precision
-        _, cudnn.deterministic, cudnn.benchmark = before
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The CUDA backend: streams, a slab, torch's caching allocator under a hard limit, registered host memory.
-#
-# Weights live in a slab that is allocated once per program. What blocks create comes from torch's allocator
-# on the compute stream, and is freed by the compute stream after it waited for whoever else read it, so
-# stream order alone makes its reuse safe. The allocator may never hold more than the budget less what the
-# driver takes: going over raises.
-#
-# Gradients leave in the dtype in which the device has them. Where the host buffer is that very dtype and is
-# set, they land in it directly; otherwise (kept gradients, sums) they pass through a small ring, and the host
-# casts and adds.
-
-
-_BOUNCE_BUFFERS = 2
 _CHANGED = -1  # a version that no tensor has
 _UNSETTLED = 2  # steps before which the driver's share of the budget may have grown
 
@@ -102,7 +77,7 @@ class CudaDevice(Device):
         self._borders: set[int] = set()  # addresses that no copy may cross, between page-locked pieces
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._bounce_buffers = [_BounceBuffer() for _ in range(_BOUNCE_BUFFERS)]
+        self._bounce_buffers = [BounceBuffer() for _ in range(BOUNCE_BUFFERS)]
         self._bounces = 0
         self._read: Any = None
         self._waited: frozenset[Event] = frozenset()
@@ -110,8 +85,6 @@ class CudaDevice(Device):
     def close(self) -> None:
         super().close()
         self.api.release()
-
-    # ---- memory ----------------------------------------------------------------------------------
 
     def prepare(
         self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
@@ -239,8 +212,6 @@ class CudaDevice(Device):
     def staged_bytes(self) -> int:
         return self._staging.staged_bytes
 
-    # ---- copies ----------------------------------------------------------------------------------
-
     def load(self, leaf: Tensor) -> Tensor:
         return self.send(leaf)
 
@@ -322,7 +293,7 @@ class CudaDevice(Device):
         return self.land(grads, use)
 
     def land(self, tensors: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> OnComplete | None:
-        bounce = self._bounce_buffers[self._bounces % _BOUNCE_BUFFERS]
+        bounce = self._bounce_buffers[self._bounces % BOUNCE_BUFFERS]
         self._bounces += 1
         bounce.take()
         try:
@@ -367,33 +338,6 @@ class CudaDevice(Device):
 def _run_all(callbacks: Sequence[OnComplete]) -> None:
     for on_complete in callbacks:
         on_complete()
-
-
-class _BounceBuffer:
-    """A host buffer that gradients pass through on their way into another dtype or a sum."""
-
-    def __init__(self) -> None:
-        self.free = Flag()
-        self.free.set()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(self) -> None:
-        """Return when what was here before has gone on."""
-        self.free.wait()
-        self.free.clear()
-
-    def like(self, like: Sequence[Tensor], device: Device) -> list[Tensor]:
-        """Host tensors like those given, over the whole buffer."""
-        forms = [torch.empty_like(t, device="meta") for t in like]
-        sizes = [-(-f.untyped_storage().nbytes() // 256) * 256 for f in forms]
-        if self._buffer.nbytes < sum(sizes):
-            device.host_free(self._buffer)
-            self._buffer = device.host_empty(sum(sizes))
-        pieces = torch.split(self._buffer[: sum(sizes)], sizes)
-        return [
-            p.view(f.dtype).as_strided(f.shape, f.stride(), p.storage_offset() // f.dtype.itemsize)
-            for p, f in zip(pieces, forms, strict=True)
-        ]
 
 
 def _follow(api: CudaMemory, later: Any, earlier: Any) -> None:

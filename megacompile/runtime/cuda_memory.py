@@ -22,16 +22,10 @@ from torch import Tensor
 from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
 from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages, Request
-from megacompile.runtime.call_context import failure_of, first_line
 from megacompile.runtime.cuda_streams import CudaApi
-from megacompile.runtime.pinned_memory import (
-    PIECE_BYTES,
-    PIECES,
-    PageLocked,
-    first_page,
-    page_lock,
-    page_unlock,
-)
+from megacompile.runtime.device_failures import failure_of, first_line
+from megacompile.runtime.pinned_memory import PageLocked, first_page, page_lock, page_unlock
+from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.schedule.step import Step
 from megacompile.units import format_bytes
 

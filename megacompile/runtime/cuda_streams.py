@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from megacompile.runtime.device import Trace, Workers
+from megacompile.runtime.thread_streams import Trace, Workers
 from megacompile.schedule.step import Event
 
 OnComplete = Callable[[], None]
@@ -92,8 +92,6 @@ class CudaStreams(Workers):
             "host": self._work, "nvme_read": self._work, "nvme_write": self._work, "land": self._land
         }  # fmt: skip
         super().__init__(works)  # callbacks come last
-
-    # ---- the calling thread ----------------------------------------------------------------------
 
     def begin(self, trace: Trace, waited: frozenset[Event]) -> None:
         """Another step: its trace, and the events of the compute stream that anything waits for."""
@@ -174,8 +172,6 @@ class CudaStreams(Workers):
                 trace.append((event, begun, begun + self.api.seconds_between(start, end)))
             else:
                 self._timed.append((trace, event, start, end))
-
-    # ---- workers ---------------------------------------------------------------------------------
 
     def _begin(self, name: str) -> None:
         self.attempt(self.step, functools.partial(self._prepare_worker, name), always=True)

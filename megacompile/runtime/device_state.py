@@ -1,26 +1,23 @@
-"""Memory of the device that lasts from step to step: state that a plan keeps there, sums of gradients."""
+"""Weights, moments and gradients of the groups whose state a plan keeps on the device.
+
+The runtime's operations on such groups all belong to the compute stream. What their memory takes is part of
+the step's constant bytes; it is given back when a step wants it on the host again. Where ranks share a
+group, what is here of it are this rank's shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megacompile.blocks.weight_groups import SQUARED, GroupLayout, Slot
-from megacompile.distributed.world import World
+from megacompile.blocks.weight_groups import SQUARED, Slot
 from megacompile.runtime.device import Device
-from megacompile.schedule.op_table import PassingGrad, ResidentGrad, Shard, Token
+from megacompile.schedule.op_table import PassingGrad, ResidentGrad, Token
 from megacompile.schedule.step import Step
-from megacompile.state.master_layout import copy_elements, own_part, slot_view, sum_of_squares
+from megacompile.state.master_layout import own_part, slot_view, sum_of_squares
 from megacompile.state.masters import HostState
-
-# ------------------------------------------------------------------------------------------------------------
-# State: weights, moments and gradients of the groups that a plan keeps there.
-#
-# The runtime's operations on such groups all belong to the compute stream. What their memory takes is part of
-# the step's constant bytes; it is given back when a step wants it on the host again. Where ranks share a
-# group, what is here of it are this rank's shards.
 
 
 class ResidentState:
@@ -114,86 +111,3 @@ class ResidentState:
                 found[index].add_(wide.square_().sum())
                 del wide
         return found
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Sums of the gradients of several ranks, and the device memory that these take.
-#
-# In:  a block's contribution to a weight group's gradient on every rank. Out: this rank's shard of their sum,
-# in FP32, in a buffer from which it leaves for the host.
-#
-# Each rank sends every other its part of the gradient and adds up what it got, in the order of ranks: as many
-# bytes as a library's reduction sends, and the same sum on every backend, which is that of one process to
-# which the ranks' batches come as micro-batches. Where several replicas train, the sums of each go round them
-# in the same way, a shard at a time, which adds them up in the order of replicas.
-
-
-class Fabric:
-    """Buffers for shards of sums, and the two that gradients are exchanged by, on one device."""
-
-    def __init__(self, world: World, device: Device) -> None:
-        self._world, self._device = world, device
-        self._shards: list[Tensor] = []
-        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
-
-    def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
-        """Make the buffers as large as a step counts them, with nothing under way in those before."""
-        if [s.nbytes for s in self._shards] == [*step.shards] and self._sent.nbytes == step.exchange_bytes:
-            return
-        synchronize()
-        self._shards, self._sent, self._received = [], *(torch.empty(0, dtype=torch.uint8) for _ in range(2))
-        self._shards = [self._empty(nbytes) for nbytes in step.shards]
-        self._sent, self._received = (self._empty(step.exchange_bytes) for _ in range(2))
-
-    def shard(self, layout: GroupLayout, place: Shard) -> Tensor:
-        """Return this rank's shard of a group's summed gradient, FP32, flat."""
-        return self._shards[place.slot][: 4 * layout.share].view(torch.float32)
-
-    def reduce(self, layout: GroupLayout, parts: Sequence[tuple[int, Tensor]], place: Shard) -> None:
-        """Sum the gradients of all ranks; ``parts`` are this one's, of (slot, tensor)."""
-        size, share, total = self._world.ranks.shards, layout.share, self.shard(layout, place)
-        most = self._sent.nbytes // (size * layout.dtype.itemsize)
-        for start in range(0, share, most):
-            count = min(most, share - start)
-            sent, received = (
-                buffer[: size * count * layout.dtype.itemsize].view(layout.dtype)
-                for buffer in (self._sent, self._received)
-            )
-            for rank, part in enumerate(sent.chunk(size)):
-                _pack(part, rank * share + start, layout, parts)
-            self._world.all_to_all(received, sent)
-            first, *others = received.chunk(size)
-            summed = total[start : start + count].copy_(first)
-            for other in others:
-                summed.add_(other)
-
-    def all_reduce(self, layout: GroupLayout, place: Shard) -> None:
-        """Add up a shard of all replicas' sums, so that each has the same: of every piece a replica sums a
-        part, in the order of replicas, and gives it to the others."""
-        replicas, own = self._world.ranks.replicas, self._world.ranks.replica
-        numel = -(-layout.share // replicas) * replicas  # what is beyond the shard nobody reads
-        total = self._shards[place.slot].view(torch.float32)[:numel]
-        for piece in torch.split(total, self._received.nbytes // (4 * replicas) * replicas):
-            received = self._received[: piece.nbytes].view(torch.float32)
-            self._world.all_to_all(received, piece, across=True)
-            first, *others = received.chunk(replicas)
-            summed = piece.chunk(replicas)[own].copy_(first)
-            for other in others:
-                summed.add_(other)
-            self._world.all_gather(piece, across=True)
-
-    def _empty(self, nbytes: int) -> Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._device.hold(buffer)
-        return buffer
-
-
-def _pack(target: Tensor, begin: int, layout: GroupLayout, parts: Sequence[tuple[int, Tensor]]) -> None:
-    """A bucket's elements from ``begin`` on; what has no gradient is zero."""
-    target.zero_()
-    for index, gradient in parts:
-        slot = layout.slots[index]
-        first = max(begin, slot.offset)
-        last = min(begin + target.numel(), slot.offset + slot.parameter.numel)
-        if first < last:
-            copy_elements(target[first - begin : last - begin], gradient, slot, first - slot.offset)

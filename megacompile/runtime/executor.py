@@ -21,11 +21,14 @@ import torch
 
 from megacompile.distributed.world import World
 from megacompile.errors import DeviceFullError, ProgramError, StorageError
-from megacompile.runtime.block_calls import Blocks, BoundStep
-from megacompile.runtime.device import Device, OnComplete, Trace
-from megacompile.runtime.device_state import Fabric, ResidentState
+from megacompile.runtime.block_calls import Blocks
+from megacompile.runtime.bound_step import BoundStep
+from megacompile.runtime.device import Device, OnComplete
+from megacompile.runtime.device_state import ResidentState
+from megacompile.runtime.gradient_reduction import Fabric
 from megacompile.runtime.host_buffers import HostBuffers
 from megacompile.runtime.step_results import NonFiniteError, StepInputs, StepResults
+from megacompile.runtime.thread_streams import Trace
 from megacompile.schedule.op_table import (
     Direction,
     HostGrad,
@@ -265,10 +268,6 @@ def _close(held: Held) -> None:
     held.world.disconnect()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Progress: how far the updates of each step are, so that a fault tells whether the state is inconsistent.
-
-
 @dataclass
 class StepProgress:
     """Updates of one step: those that it will make, those begun, those done."""
@@ -280,7 +279,10 @@ class StepProgress:
 
 @dataclass
 class UpdateProgress:
-    """Updates of all steps that are not over, and what storage lost."""
+    """Updates of all steps that are not over, and what storage lost.
+
+    After a fault they tell whether the state is inconsistent.
+    """
 
     steps: dict[int, StepProgress] = field(default_factory=dict)
     unwritten: set[int] = field(default_factory=set)  # groups whose update waits in the window for its write
@@ -302,12 +304,6 @@ class UpdateProgress:
         self.steps.clear()
         self.unwritten.clear()
         self.lost = False
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Gradients and state in one run of a step: pushes, norms, the clipping coefficient, updates, NVMe.
-#
-# :class:`StepRun` adds the operations on what blocks read and write.
 
 
 @dataclass
@@ -349,17 +345,15 @@ def _norms_of_all(squares: dict[str, float], world: World) -> dict[str, torch.Te
     }
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One run of a step: the operations that emitted code calls, and what this run alone knows.
-#
-# Emitted code calls one method per operation, named and given as :data:`~megacompile.schedule.op_table.SPECS`
-# says. Block functions go to :class:`~megacompile.runtime.block_calls.Blocks`; copies, updates and waits to a
-# :class:`~megacompile.runtime.device.Device`. Nothing is decided here: what happens when is written in the
-# step.
-
-
 class StepRun:
-    """The operations of one emitted step, for one set of inputs."""
+    """The operations of one emitted step, for one set of inputs.
+
+    Emitted code calls one method per operation, named and given as
+    :data:`~megacompile.schedule.op_table.SPECS` says. Block functions go to
+    :class:`~megacompile.runtime.block_calls.Blocks`; copies, updates and waits to a
+    :class:`~megacompile.runtime.device.Device`. Nothing is decided here: what happens when is written in the
+    step.
+    """
 
     def __init__(self, held: Held, bound: BoundStep, inputs: StepInputs) -> None:
         self.results = StepResults(takes_norm="clip_scale" in bound.kinds)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import ProgramError
-from megacompile.runtime.block_calls import BoundStep
+from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.device import Device
 from megacompile.schedule.op_table import Offloaded, Ring, Spill, Token
 from megacompile.schedule.step import Step, offload_buffers, offloads

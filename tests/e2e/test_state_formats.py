@@ -191,7 +191,7 @@ def test_kept_gradients_wait_in_bf16_where_nothing_is_added(monkeypatch: pytest.
     clipped, per_parameter = train_bf16(1)
     assert per_parameter == 2
     assert train_bf16(2)[1] == 4
-    monkeypatch.setattr("megacompile.runtime.block_calls.kept_gradients", lambda step: {})  # FP32 for all
+    monkeypatch.setattr("megacompile.runtime.bound_step.kept_gradients", lambda step: {})  # FP32 for all
     wide, per_parameter = train_bf16(1)
     assert per_parameter == 4
     assert all(torch.equal(v, wide[n]) for n, v in clipped.items())

@@ -10,7 +10,7 @@ import pytest
 
 from megacompile.kernels import _triton
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.device_state import Fabric
+from megacompile.runtime.gradient_reduction import Fabric
 from tests.simulated.numbers import Numbers, failures, runtime
 
 

@@ -17,7 +17,7 @@ import torch
 
 import megacompile
 from megacompile.api.pipeline import Compiler
-from megacompile.runtime.call_context import failure_of
+from megacompile.runtime.device_failures import failure_of
 from tests.simulated.device import simulated
 from tests.simulated.numbers import runtime
 from tests.support.cuda_programs import program

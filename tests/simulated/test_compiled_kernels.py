@@ -18,7 +18,7 @@ import megacompile
 from megacompile.api import bound_programs
 from megacompile.kernels import _triton
 from megacompile.kernels._triton import Launch
-from megacompile.runtime import triton_check
+from megacompile.runtime import precompile_kernels
 from tests.simulated.numbers import runtime
 from tests.simulated.test_architectures import SLOW
 from tests.support.cuda_programs import program
@@ -26,7 +26,7 @@ from tests.support.models import batch_for, build
 from tests.support.zoo import cases
 
 CUDA = torch.device("cuda", 0)
-compile_kernels = triton_check.compile_kernels
+compile_kernels = precompile_kernels.compile_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +76,14 @@ def test_what_steps_launch_is_known(
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         pointers = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in args]
         seen = [
-            triton_check._Pointer(x.dtype, at % 16) if isinstance(x, torch.Tensor) else x
+            precompile_kernels._Pointer(x.dtype, at % 16) if isinstance(x, torch.Tensor) else x
             for x, at in zip(args, pointers, strict=True)
         ]
-        kind = (kernel, *map(triton_check._kind, seen), str(sorted(options.items())))
+        kind = (kernel, *map(precompile_kernels._argument_kind, seen), str(sorted(options.items())))
         (known if warmup else launched).add(kind)
 
     def warmed_up(launches: Sequence[Launch], device: torch.device) -> None:
-        for x in triton_check.distinct(launches):
+        for x in precompile_kernels.distinct(launches):
             x.kernel.warmup(*x.args, grid=x.grid, **x.options, **x.constants)
 
     monkeypatch.setattr(bound_programs, "compile_kernels", warmed_up)
@@ -138,9 +138,9 @@ def test_after_an_interrupt_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
         go.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(triton_check, "_compile", compile_slowly)
-    monkeypatch.setattr(triton_check, "usable_cores", lambda: 1)
-    monkeypatch.setattr(triton_check, "wait", interrupted)
+    monkeypatch.setattr(precompile_kernels, "_compile", compile_slowly)
+    monkeypatch.setattr(precompile_kernels, "usable_cores", lambda: 1)
+    monkeypatch.setattr(precompile_kernels, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_kernels([broken(block) for block in (1, 2, 4, 8)], CUDA)
     assert none_left()
@@ -156,8 +156,8 @@ def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
             go.set()
 
     bar, log = Bar(), logging.getLogger("megacompile.compiler")  # whose handler a trainer's bar is
-    monkeypatch.setattr(triton_check, "_compile", lambda launch: go.wait(60))
-    monkeypatch.setattr(triton_check, "_PATIENCE", 0.0)
+    monkeypatch.setattr(precompile_kernels, "_compile", lambda launch: go.wait(60))
+    monkeypatch.setattr(precompile_kernels, "_PATIENCE", 0.0)
     caplog.set_level(logging.INFO, log.name)
     log.addHandler(bar)
     compile_kernels([broken(2), broken(4)], CUDA)
@@ -173,6 +173,6 @@ def test_what_fails_beside_other_threads_is_compiled_alone(monkeypatch: pytest.M
             raise SystemError("AST constructor recursion depth mismatch")
         compiled.append(launch)
 
-    monkeypatch.setattr(triton_check, "_compile", compile_alone)
+    monkeypatch.setattr(precompile_kernels, "_compile", compile_alone)
     compile_kernels([broken(2), broken(4)], CUDA)
     assert len(compiled) == 2

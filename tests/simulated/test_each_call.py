@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacompile.runtime.pinned_memory import PIECE_BYTES, PIECES
+from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from tests.support.cuda_programs import within
 from tests.support.scripts import run_script
 

@@ -158,7 +158,7 @@ def on_mesh(rank: int, size: int, device: str) -> list[float]:
     """What two rows of ranks find; as on two machines, where compile chooses the rows."""
     given = steps_of_rows(rank, size, device, init_device_mesh("cpu", (2, size // 2)))
     place = {"LOCAL_WORLD_SIZE": str(size // 2), "LOCAL_RANK": str(rank % (size // 2))}
-    with mock.patch.dict(os.environ, place), slow(backends, "_machine"), slow(pipeline, "nominal_cpu"):
+    with mock.patch.dict(os.environ, place), slow(backends, "_machine_of"), slow(pipeline, "nominal_cpu"):
         chosen = steps_of_rows(rank, size, device if device == "cpu" else f"cuda:{rank}", None)
     assert chosen == given
     return given

@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "runtime",
-        "megacompile/runtime/step_results.py",
+        "megacompile/runtime/step_output.py",
         "weighted = [w * x for w, x in zip(self._weights, losses, strict=True)]",
         "weighted = list(losses)",
         ("tests/e2e/test_against_eager.py",),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.runtime.cuda import _BOUNCE_BUFFERS, CudaDevice, _BounceBuffer
+from megacompile.runtime.bounce_buffers import BOUNCE_BUFFERS, BounceBuffer
+from megacompile.runtime.cuda import CudaDevice
 from tests.support.cuda_programs import program, within
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.support.models import Deep, batch_for, build
@@ -65,9 +66,9 @@ def test_a_copy_that_fails_in_a_push_gives_its_buffer_back(
     batches = [batch_for("plain", 0), batch_for("plain", 1)]
     trained.train_step(batches)
     trained.synchronize()
-    copy, take, taken = CudaDevice.copy, _BounceBuffer.take, [0]
+    copy, take, taken = CudaDevice.copy, BounceBuffer.take, [0]
 
-    def counted(self: _BounceBuffer) -> None:
+    def counted(self: BounceBuffer) -> None:
         take(self)
         taken[0] += 1
 
@@ -82,9 +83,9 @@ def test_a_copy_that_fails_in_a_push_gives_its_buffer_back(
         trained.synchronize()
 
     with monkeypatch.context() as patch:
-        patch.setattr(_BounceBuffer, "take", counted)
+        patch.setattr(BounceBuffer, "take", counted)
         patch.setattr(CudaDevice, "copy", broken)
-        for _ in range(2 * _BOUNCE_BUFFERS):
+        for _ in range(2 * BOUNCE_BUFFERS):
             assert isinstance(within(SECONDS, step), OSError)
     assert within(SECONDS, step) is None
     trained.close()

@@ -25,7 +25,7 @@ from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import LOOSE_BYTES, plan_bytes
 from megacompile.runtime.device_state import ResidentState
 from megacompile.runtime.executor import Runtime
-from megacompile.runtime.pinned_memory import Staging
+from megacompile.runtime.staging import Staging
 from megacompile.schedule.step import Step
 from tests.e2e.test_changed_buffers import Classifier, cross_entropy, images
 from tests.support.cuda_programs import check_fault_is_told, program

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megacompile.cli import doctor
-from megacompile.runtime import pinned_memory
+from megacompile.runtime import pinned_memory, staging
 from megacompile.runtime.cuda import CudaDevice
-from megacompile.runtime.pinned_memory import Staging, StagingRing
+from megacompile.runtime.staging import Staging, StagingRing
 from tests.support.fake_cuda import FakeCuda, FakeStream
 from tests.support.recorded_cuda import RecordedApi, Recording, Uses, spread
 
@@ -195,5 +195,5 @@ def test_the_record_orders_every_use_of_a_buffer(pieces: int) -> None:
 
 
 def test_the_record_shows_a_buffer_that_is_filled_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory._Piece, "ready", lambda self: None)
+    monkeypatch.setattr(staging._Piece, "ready", lambda self: None)
     assert unordered(3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padded_elements
 from megacompile.distributed.ranks import Ranks
 from megacompile.runtime.cpu import CpuDevice
-from megacompile.runtime.device_state import Fabric
+from megacompile.runtime.gradient_reduction import Fabric
 from megacompile.schedule.op_table import Shard
 from megacompile.schedule.step import Step
 from megacompile.state.master_layout import add_gradients, copy_elements, own_part
