@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megacompile.cli.alternatives import best_mesh
-from megacompile.cli.estimator import Prediction, Question, Study
+from megacompile.cli.estimator import Study
 from megacompile.cli.models import load_model
+from megacompile.cli.plan_answer import Prediction, Question
+from megacompile.cli.splits_and_meshes import best_mesh
 from megacompile.hardware.catalog import PROFILES, MachineProfile
 from megacompile.units import format_bytes, format_seconds
 

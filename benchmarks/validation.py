@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers import megatrain_step, zero3_step
-from megacompile.cli.estimator import Question, Study
+from megacompile.cli.estimator import Study
 from megacompile.cli.models import load_model
+from megacompile.cli.plan_answer import Question
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.simulate import simulate
 from megacompile.schedule.plan import Mode

@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from megacompile.errors import MegacompileError
 from megacompile.state.master_layout import is_dense
 from megacompile.state.model_values import is_owned
 from megacompile.state.nvme import check_directories
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_settings(

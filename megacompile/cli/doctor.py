@@ -50,13 +50,13 @@ def _link() -> str:
 
 def examine() -> str:
     """The screen: memory, cores, host Adam, packages, accelerator, disk, with what each one limits."""
-    rows = [*_memory(), ("pinned memory", _memlock()), ("cores", _cores()), ("host Adam", _adam())]
+    rows = [*_host_memory(), ("pinned memory", _memlock()), ("cores", _cores()), ("host Adam", _adam())]
     rows += [("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     rows += [("packages", _packages()), ("accelerator", _accelerator()), ("disk here", _disk())]
     return "\n".join(f"{name:<15} {text}" for name, text in rows)
 
 
-def _memory() -> list[tuple[str, str]]:
+def _host_memory() -> list[tuple[str, str]]:
     try:
         free = host_available()
     except (MegacompileError, OSError) as error:
@@ -64,7 +64,7 @@ def _memory() -> list[tuple[str, str]]:
     most = free / _STATE / 1e9
     room = f"room for the FP32 state of {most:.2g} B parameters, {most * 0.75:.2g} B with clipping"
     rows = [("memory", f"{_total()}{format_bytes(free)} free for this process"), ("", room)]
-    limit = _read(_CGROUP / "memory.max") or _read(_CGROUP / "memory/memory.limit_in_bytes")
+    limit = _read_value(_CGROUP / "memory.max") or _read_value(_CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and limit.isdigit() and int(limit) < 1 << 60:
         rows.append(("cgroup", f"limits this process to {format_bytes(int(limit))}: beyond it, it is killed"))
     else:
@@ -145,7 +145,7 @@ def _disk() -> str:
     return f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {Path.cwd()}"
 
 
-def _read(path: Path) -> str | None:
+def _read_value(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:

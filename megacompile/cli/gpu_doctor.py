@@ -19,7 +19,7 @@ from megacompile.kernels.adamw import adamw_
 from megacompile.state.adam import AdamHyper, adamw_step
 from megacompile.units import format_bytes
 
-_SIZES = {
+_LARGEST_SIZES = {
     "batch": 1,
     "heads": 8,
     "groups": 2,
@@ -54,7 +54,7 @@ class _Layer(nn.Module):
         return x + added
 
 
-class _Model(nn.Module):
+class _TinyModel(nn.Module):
     """A causal language model: an embedding, attention, norms and MLPs, a head with its loss."""
 
     def __init__(self) -> None:
@@ -111,7 +111,8 @@ def _kernel(name: str, device: torch.device) -> Finding:
     """A fused operator in bfloat16, forward and backward, beside float64."""
     operation = OPERATIONS[name]
     shape = tuple(
-        min(size, _SIZES[what]) for what, size in zip(operation.sizes, operation.shapes[0], strict=True)
+        min(size, _LARGEST_SIZES[what])
+        for what, size in zip(operation.sizes, operation.shapes[0], strict=True)
     )
     found = check(operation, shape, torch.bfloat16, {name: OURS[name]}, device)
     error, wrong = found[name]
@@ -190,7 +191,7 @@ def _allocator_retries() -> int:
 def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _Model()
+        model = _TinyModel()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

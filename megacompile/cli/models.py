@@ -27,7 +27,8 @@ from megacompile.errors import MegacompileError
 from megacompile.state.torch_optimizer import Several
 
 _MOST_LAYERS, _MOST = 4096, 1 << 24  # beyond any model
-_SIZES = ("size", "dim", "heads", "layers", "experts")  # how names of fields end that say how large it is
+# how names of fields end that say how large it is
+_SIZE_SUFFIXES = ("size", "dim", "heads", "layers", "experts")
 _NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 _NOT_ATTENDING = {"linear_attention", "conv", "mlp", "moe"}  # kinds of layers, as transformers names them
 
@@ -259,7 +260,7 @@ def _check_sizes(name: str, config: Any) -> None:
     for field, value in vars(config).items():
         if hasattr(value, "model_type"):
             _check_sizes(name, value)
-        if not isinstance(value, int) or not field.endswith(_SIZES):
+        if not isinstance(value, int) or not field.endswith(_SIZE_SUFFIXES):
             continue
         least, most = 1 if field in _NEEDED else -1, _MOST_LAYERS if field.endswith("layers") else _MOST
         if not least <= value <= most:

@@ -1,145 +1,125 @@
-"""What ``megacompile plan`` was asked: flags that go together, the model, the machine, the budgets.
-
-All of it is checked before torch is imported, which takes seconds: too long a wait for a misspelt name.
-"""
+"""The arguments of ``megacompile plan``: its flags, and what each takes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 
-from megacompile.cli.main import count, folder_of, sequences, tokens
-from megacompile.cli.presets import find_model
-from megacompile.errors import MegacompileError
-from megacompile.hardware.catalog import (
-    PROFILES,
-    THIS_CPU,
-    MachineProfile,
-    load_machine,
-    machine_key,
-    this_cpu_unmeasured,
-)
-from megacompile.units import parse_bytes
-
-_ANY = 1 << 60
-_MOST_TOKENS = 1 << 32  # whose activations in bytes are still 64-bit numbers
+OPTIMIZERS = ("adamw", "muon", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
+              "rmsprop", "rprop")  # fmt: skip
+"""Classes of ``torch.optim`` that ``plan`` prices, in lower case; ``optimizer_of`` makes them."""
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    """Check what was asked, and only then import what answers it."""
-    _check_flags(options)
-    here = machine_key(options.machine) == THIS_CPU
-    profile = this_cpu_unmeasured() if here else load_machine(options.machine)
-    device_budget(options, profile)
-    host_budget(options, profile)
-    nvme_budget(options)
-    sweep_values(options)
-    find_model(options.model)
-    if options.dump:
-        folder_of(options.dump)
-    from megacompile.cli import plan_command
+def _up_to(most: int) -> Callable[[str], int]:
+    """A reader of whole numbers from 1 to ``most``, beyond which nobody has a machine."""
 
-    return plan_command.run_plan(options)
+    def read(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number from 1 to {most:,}.")
+        return value
+
+    return read
 
 
-def _check_flags(options: argparse.Namespace) -> None:
-    _check_tokens(options.batch, options.seq)
-    if options.price is not None and options.tokens is None and options.sweep is None:
-        raise MegacompileError("--price needs --tokens: how many tokens are to be trained on?")
-    if options.sweep is None and (options.values or options.plot):
-        raise MegacompileError("--values and --plot belong to a --sweep.")
-    if options.sweep:
-        if options.micro_batches == "auto":
-            raise MegacompileError("--micro-batches auto is about one plan: give a --sweep a number.")
-        for name in ("dump", "largest", "explain", "html", "rollout"):
-            if getattr(options, name):
-                raise MegacompileError(
-                    f"--sweep makes many plans, --{name} is about one: give one of the two."
-                )
-    if options.rollout and options.gpus * options.nodes > 1:
-        raise MegacompileError("--rollout is of one card, as a rollout is: leave --gpus and --nodes out.")
-    if options.optimizer != "adamw" and options.optimizer_state != "fp32":
-        raise MegacompileError(
-            f"--optimizer-state is a format of Adam's moments, which {options.optimizer} does not keep: "
-            "leave it out, or plan with --optimizer adamw."
+sequences, tokens, count = _up_to(1 << 20), _up_to(1 << 24), _up_to(1 << 16)
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
+def _completions(text: str) -> tuple[int, int]:
+    sizes = text.split("x")
+    if len(sizes) != 2:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} must be tokens of prompts and of completions, as 512x512."
         )
-    if options.explain and options.json:
-        raise MegacompileError("--explain prints text, --json the whole answer: give one of the two.")
-    if options.lora_targets and options.lora is None:
-        raise MegacompileError("--lora-targets needs --lora RANK.")
-    if options.frozen and options.lora is None:
-        raise MegacompileError("--frozen needs --lora RANK: what is trained is kept in FP32.")
+    return tokens(sizes[0]), tokens(sizes[1])
 
 
-def device_budget(options: argparse.Namespace, profile: MachineProfile) -> int:
-    """The bytes of ``--hbm-budget``."""
-    given = options.hbm_budget
-    available = profile.device_bytes or profile.host_bytes
-    if available is None and (given is None or _relative(given)):
-        raise MegacompileError(f"--hbm-budget: {profile.name} does not say how much it has; give a size.")
-    return parse_bytes(_size(given or "auto"), what="--hbm-budget", available=available or _ANY)
+def _optimizer(text: str) -> str:
+    if text not in OPTIMIZERS and "." not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be one of {', '.join(OPTIMIZERS)}, or module.Class, as lion_pytorch.Lion."
+        )
+    return text
 
 
-def host_budget(options: argparse.Namespace, profile: MachineProfile) -> int | None:
-    """The bytes of ``--host-budget``; None: not to be checked."""
-    given = options.host_budget
-    if given is None:
-        return profile.host_bytes
-    if profile.host_bytes is None and _relative(given):
-        raise MegacompileError(f"--host-budget {given}: of what? Give a size, as 512GB.")
-    # a user's own host may be larger than the profile's
-    available = profile.host_bytes if _relative(given) else _ANY
-    return parse_bytes(_size(given), what="--host-budget", available=available or _ANY)
+def _number_between(least: float, most: float) -> Callable[[str], float]:
+    """A reader of numbers in these bounds; NaN is in none."""
 
-
-def nvme_budget(options: argparse.Namespace) -> int | None:
-    """The bytes of ``--nvme-budget``; None: no drive."""
-    given = options.nvme_budget
-    if given is None:
-        return None
-    if _relative(given):
-        raise MegacompileError(f"--nvme-budget {given}: of what? Give a size, as 4TB.")
-    if options.host_budget is None:
-        raise MegacompileError("--nvme-budget needs --host-budget: what does not fit there goes to NVMe.")
-    return parse_bytes(_size(given), what="--nvme-budget", available=_ANY)
-
-
-def _relative(text: str) -> bool:
-    return text.endswith("%") or text == "auto"
-
-
-def _size(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def sweep_values(options: argparse.Namespace) -> Sequence[int | MachineProfile]:
-    """The values of a sweep that the user gave; empty: usual ones."""
-    over, values = options.sweep, [value.strip() for value in (options.values or "").split(",") if value]
-    if over == "hbm-budget":
-        return [parse_bytes(_size(v), what="--values", available=_ANY) for v in values]
-    if over == "machine":
-        for value in values:
-            if value not in PROFILES:
-                raise MegacompileError(f"--values: {value!r} is no built-in machine.")
-        return [PROFILES[value] for value in values]
-    read = {"batch": sequences, "seq": tokens, "gpus": count}
-    numbers = []
-    for value in values:
+    def read(text: str) -> float:
         try:
-            numbers.append(read[over](value))
-        except argparse.ArgumentTypeError as error:
-            raise MegacompileError(f"--values, of a {over}: {error}") from error
-    for number in numbers:
-        _check_tokens(**({"batch": options.batch, "seq": options.seq} | {over: number}))
-    return numbers
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {least:g} to {most:g}.")
+        return value
+
+    return read
 
 
-def _check_tokens(batch: int, seq: int, **_: int) -> None:
-    if batch * seq > _MOST_TOKENS:
-        raise MegacompileError(
-            f"--batch {batch} of --seq {seq} are {batch * seq:,} tokens a micro-batch: {_MOST_TOKENS:,} are "
-            "the most."
-        )
+_rate, _amount = _number_between(1e-3, 1e9), _number_between(1e-9, 1e18)  # GB/s; of tokens and money
+
+
+def add_plan(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to train").add_argument
+    add("--model", required=True, help="a built-in name, a config.json, or a hub id")
+    add("--batch", type=sequences, default=1, help="sequences per micro-batch (1)")
+    add("--seq", type=tokens, default=4096, help="tokens per sequence (4096)")
+    text = "micro-batches per step (1); auto: cut --batch into as many as make the fastest step"
+    add("--micro-batches", type=_count_or_auto, default=1, metavar="N", help=text)
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="what blocks compute in (bf16)")
+    clip = plan.add_mutually_exclusive_group()
+    text = "show the details with clipping (the default; its value changes no figure)"
+    clip.add_argument("--max-grad-norm", type=_amount, metavar="NORM", help=text)
+    clip.add_argument("--no-clip", action="store_true", help="show the details without clipping")
+    text = f"whose update the host makes: {', '.join(OPTIMIZERS)} (adamw), or another class as module.Class"
+    add("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
+    text = "Adam's moments, in FP32 or in blocks of codes (fp32)"
+    add("--optimizer-state", choices=("fp32", "int8", "int4"), default="fp32", help=text)
+    text = "train PEFT's LoRA adapters of this rank; the rest is frozen, a checkpoint in bfloat16"
+    add("--lora", type=count, metavar="RANK", help=text)
+    text = "modules that get adapters, as PEFT's target_modules (all linear layers but the head)"
+    add("--lora-targets", nargs="+", metavar="NAME", help=text)
+    text = "the frozen linear layers but the head: in bfloat16, or in bitsandbytes' codes (bf16)"
+    add("--frozen", choices=("bf16", "8bit", "4bit"), help=text)
+    add = plan.add_argument_group("on which machine").add_argument
+    add("--machine", required=True, help="a built-in name, a machine.json, or this-cpu")
+    add("--hbm-budget", metavar="SIZE", help="device memory to use (90%% of the card)")
+    add("--host-budget", metavar="SIZE", help="host memory there is")
+    add("--nvme-budget", metavar="SIZE", help="room on a drive for state that the host has none for")
+    add("--host-bandwidth", type=_rate, metavar="GB/S", help="sustained host memory bandwidth")
+    add("--nvme-rates", type=_rate, nargs=2, metavar="GB/S", help="what the drive reads, and writes")
+    add("--link", type=_rate, metavar="GB/S", help="sustained bandwidth to the card, each way")
+    add("--gpus", type=count, default=1, metavar="N", help="cards of each machine, which share the state")
+    add(
+        "--nodes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="machines that train together; one state for all, or a copy in each: the faster that fits",
+    )
+    add("--fabric", type=_rate, metavar="GB/S", help="sustained bandwidth between cards, each way")
+    add("--network", type=_rate, metavar="GB/S", help="sustained bandwidth of a machine, each way")
+    _add_answer(plan)
+
+
+def _add_answer(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument_group("what to answer").add_argument
+    add("--tokens", type=_amount, help="tokens to train on: adds the hours")
+    add("--price", type=_amount, help="price of the machine per hour: adds the cost")
+    add("--largest", action="store_true", help="find the largest batch and context exactly (minutes)")
+    text = "prompts and completions, as 512x512, of all rows of a step: does a rollout fit, and how fast"
+    add("--rollout", type=_completions, metavar="PxC", help=text)
+    axes = ("hbm-budget", "batch", "seq", "gpus", "machine")
+    add("--sweep", choices=axes, help="a table and a PNG along an axis")
+    add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
+    add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
+    add("--json", action="store_true", help="print JSON")
+    add("--explain", metavar="LAYER", help="why this layer is planned so, and what other choices cost")
+    add("--html", metavar="FILE", help="write the schedule as a page: timeline, memory, code")
+    add("--dump", metavar="DIR", help="write the schedule and every stage's output there")

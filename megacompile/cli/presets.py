@@ -28,7 +28,7 @@ class Preset:
     source: str
 
 
-def _dense(
+def _dense_models(
     model_type: str,
     source: str,
     vocab: int,
@@ -48,23 +48,23 @@ def _dense(
     }  # fmt: skip
 
 
-_LLAMA = _dense("llama", "The Llama 3 Herd of Models, table 3; model cards", 128256, {
+_LLAMA = _dense_models("llama", "The Llama 3 Herd of Models, table 3; model cards", 128256, {
     "llama-3.1-8b": (8.03, 32, 4096, 14336, 32, 8, False),
     "llama-3.1-70b": (70.6, 80, 8192, 28672, 64, 8, False),
     "llama-3.1-405b": (405.9, 126, 16384, 53248, 128, 8, False),
 }, max_position_embeddings=131072)  # fmt: skip
 _QWEN25_SOURCE = "Qwen2.5 technical report, table 1; model cards"
-_QWEN25 = _dense("qwen2", _QWEN25_SOURCE, 151936, {
+_QWEN25 = _dense_models("qwen2", _QWEN25_SOURCE, 151936, {
     "qwen2.5-0.5b": (0.494, 24, 896, 4864, 14, 2, True),
     "qwen2.5-1.5b": (1.54, 28, 1536, 8960, 12, 2, True),
     "qwen2.5-3b": (3.09, 36, 2048, 11008, 16, 2, True),
-}, max_position_embeddings=131072) | _dense("qwen2", _QWEN25_SOURCE, 152064, {
+}, max_position_embeddings=131072) | _dense_models("qwen2", _QWEN25_SOURCE, 152064, {
     "qwen2.5-7b": (7.62, 28, 3584, 18944, 28, 4, False),
     "qwen2.5-14b": (14.8, 48, 5120, 13824, 40, 8, False),
     "qwen2.5-32b": (32.8, 64, 5120, 27648, 40, 8, False),
     "qwen2.5-72b": (72.7, 80, 8192, 29568, 64, 8, False),
 }, max_position_embeddings=131072)  # fmt: skip
-_QWEN3 = _dense("qwen3", "Qwen3 technical report, table 1; model cards", 151936, {
+_QWEN3 = _dense_models("qwen3", "Qwen3 technical report, table 1; model cards", 151936, {
     "qwen3-0.6b": (0.596, 28, 1024, 3072, 16, 8, True),
     "qwen3-1.7b": (1.72, 28, 2048, 6144, 16, 8, True),
     "qwen3-4b": (4.02, 36, 2560, 9728, 32, 8, True),
@@ -74,16 +74,16 @@ _QWEN3 = _dense("qwen3", "Qwen3 technical report, table 1; model cards", 151936,
 }, head_dim=128, max_position_embeddings=40960)  # fmt: skip
 _GEMMA3_SOURCE = "Gemma 3 technical report, table 1 (embedding + non-embedding, no vision encoder)"
 _GEMMA3 = (
-    _dense("gemma3_text", _GEMMA3_SOURCE, 262144,
-           {"gemma3-1b": (1.0, 26, 1152, 6912, 4, 1, True)},
-           head_dim=256, sliding_window=512, max_position_embeddings=32768)
-    | _dense("gemma3_text", _GEMMA3_SOURCE, 262208, {
+    _dense_models("gemma3_text", _GEMMA3_SOURCE, 262144,
+                  {"gemma3-1b": (1.0, 26, 1152, 6912, 4, 1, True)},
+                  head_dim=256, sliding_window=512, max_position_embeddings=32768)
+    | _dense_models("gemma3_text", _GEMMA3_SOURCE, 262208, {
         "gemma3-4b": (3.884, 34, 2560, 10240, 8, 4, True),
         "gemma3-12b": (11.77, 48, 3840, 15360, 16, 8, True),
     }, head_dim=256, sliding_window=1024)
-    | _dense("gemma3_text", _GEMMA3_SOURCE, 262208,
-             {"gemma3-27b": (27.02, 62, 5376, 21504, 32, 16, True)},
-             head_dim=128, sliding_window=1024, query_pre_attn_scalar=168)
+    | _dense_models("gemma3_text", _GEMMA3_SOURCE, 262208,
+                    {"gemma3-27b": (27.02, 62, 5376, 21504, 32, 16, True)},
+                    head_dim=128, sliding_window=1024, query_pre_attn_scalar=168)
 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Repeated:
             differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
-        self._layers = _layers(model)
+        self._layers = _equal_layers(model)
         self._short = _shorten(model, self._layers) if self._layers is not None else None
         self._few = self._whole
         if self._short is not None:
@@ -98,7 +98,7 @@ class Repeated:
     def _repeat(self, compiled: Compiled) -> Compiled:
         if self._layers is None or self._short is None:
             return compiled
-        few = len(_kinds(self._short))
+        few = len(_kinds_of_layers(self._short))
         part = _unroll(compiled.part, self._layers, few)
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
@@ -137,7 +137,7 @@ class _Layers:
     kinds: tuple[object, ...]
 
 
-def _layers(model: Model) -> _Layers | None:
+def _equal_layers(model: Model) -> _Layers | None:
     count = getattr(model.text_config, "num_hidden_layers", None)
     lists = [
         (n, m) for n, m in model.module.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
@@ -162,8 +162,8 @@ def _signature(layer: nn.Module) -> object:
     )  # fmt: skip
 
 
-def _kinds(model: Model) -> tuple[object, ...]:
-    layers = _layers(model)
+def _kinds_of_layers(model: Model) -> tuple[object, ...]:
+    layers = _equal_layers(model)
     return layers.kinds if layers is not None else ()
 
 
@@ -182,7 +182,7 @@ def _shorten(model: Model, layers: _Layers) -> Model | None:
             setattr(text, name, value[:residency])
     text.num_hidden_layers = residency
     short = build(model.name, config, model.lora)
-    return short if _kinds(short) == kinds[:residency] else None
+    return short if _kinds_of_layers(short) == kinds[:residency] else None
 
 
 def _unroll(part: Partition, layers: _Layers, few: int) -> Partition | None:

@@ -1,4 +1,8 @@
-"""``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers."""
+"""``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers.
+
+The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file for
+TRL's scripts runs as it is, and those of :class:`TrainConfig`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import difflib
 import json
 import math
 import os
-import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from megacompile.cli.main import folder_of
+from megacompile.cli.chat_images import NamedRows
+from megacompile.cli.chat_rows import as_messages
+from megacompile.cli.output import folder_of
 from megacompile.cli.train_config import check_values, read_config
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
@@ -28,265 +33,6 @@ if TYPE_CHECKING:
     from megacompile.report.schedule import Schedule
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Rows of chats as people have them, ShareGPT's and Alpaca's, as the messages that chat templates take.
-
-
-_SPEAKERS = {  # of ShareGPT's turns, as roles
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    **{role: role for role in ("user", "assistant", "system", "tool")},
-}
-
-
-_Reader = Callable[[Mapping[str, Any]], list[dict[str, Any]]]  # of a row, as turns
-_OTHERS = ({"prompt"}, {"chosen"}, {"input_ids"})  # columns that TRL reads as they are
-
-
-def as_messages(data: Any, text: str = "text", folder: Path = Path()) -> Any:
-    """ShareGPT's conversations and Alpaca's instructions as chats; preferences and texts, which are in the
-    column ``text``, as they are. Images that rows name are files, relative to ``folder``."""
-    names = set(data.column_names or ())
-    kinds: dict[tuple[str, ...], _Reader] = {
-        ("conversations",): _from_sharegpt,
-        ("instruction", "output"): _from_alpaca,
-        ("messages",): lambda row: list(row["messages"]),
-    }
-    read = next((kind for columns, kind in kinds.items() if names.issuperset(columns)), None)
-    if read is None and names and not any(map(names.issuperset, ({text}, *_OTHERS))):
-        raise MegacompileError(
-            f"data: its columns are {', '.join(sorted(names))}: rename them to messages, conversations, "
-            f"instruction and output, prompt and completion, chosen and rejected, or {text}."
-        )
-    if _has_images(data):
-        return _with_images(data, read, folder)
-    if read is None or "chosen" in names:
-        return data
-
-    def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        return {"messages": _turns(read, row, index + 1)}
-
-    others = [name for name in data.column_names if name not in ("tools", "chat_template_kwargs")]
-    return data.map(chat, with_indices=True, remove_columns=others)
-
-
-def _turns(read: _Reader, row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
-    """The turns of a row that is a chat."""
-    try:
-        turns = read(row)
-        if not turns:
-            raise MegacompileError(f"data: row {number} is a chat without a turn: remove it.")
-        for turn in turns:
-            _check_said(turn, number)
-        return _system(row) + turns
-    except (TypeError, AttributeError, KeyError) as error:
-        raise MegacompileError(
-            f"data: row {number} is no chat ({error}): its turns must be a list of objects of texts."
-        ) from error
-
-
-def _with_images(data: Any, read: _Reader | None, folder: Path) -> Any:
-    """Chats, or prompts and completions that are chats, with their images."""
-    from datasets import Dataset
-
-    names = set(data.column_names)
-    if "chosen" in names or (read is None and not isinstance(data, Dataset)):
-        return data  # for TRL to read or refuse
-    if read is None and not isinstance(data[0].get("prompt"), list):
-        raise MegacompileError(
-            "data: rows have images, and are no chats: give messages, conversations, or prompt and "
-            "completion that are lists of turns."
-        )
-
-    def chat(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        turns = _turns(read or (lambda row: list(row["prompt"])), row, index + 1)
-        messages, images = _placed(turns, _named_images(row), index + 1)
-        if read is not None:
-            return {"messages": messages, "images": images}
-        completion, _ = _placed(row["completion"], (), index + 1)
-        return {"prompt": messages, "completion": completion, "images": images}
-
-    made = data.map(chat, with_indices=True, remove_columns=data.column_names)
-    files = isinstance(made, Dataset) and getattr(made.features["images"].feature, "dtype", "") == "string"
-    return _with_files(made, folder) if files else made
-
-
-def _check_said(turn: Mapping[str, Any], row: int) -> None:
-    """Chat templates fail, or print None, where a turn says nothing."""
-    if turn.get("content") is None and not turn.get("tool_calls"):
-        keys = ", ".join(name for name, value in turn.items() if value is not None)
-        raise MegacompileError(
-            f"data: row {row} has a turn without content, only {keys}: give each turn a role and content."
-        )
-
-
-def _system(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
-
-
-def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    turns = [
-        (turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content") or "")
-        for turn in row["conversations"]
-    ]
-    for speaker, _ in turns:
-        if speaker not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
-            raise MegacompileError(f"data: a turn is from {speaker!r}, which is none of {known}: rename it.")
-    return [{"role": _SPEAKERS[speaker], "content": said} for speaker, said in turns]
-
-
-def _from_alpaca(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"] or ""}]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rows of chats with images: where in the text each image belongs, and that all files are there.
-#
-# In: a table of rows as people have them. Out: one as TRL takes it, with ``messages`` (or ``prompt`` and
-# ``completion``) of parts and a column ``images``, which are read when a batch is made. An image belongs
-# where a part of the type image stands or the text says ``<image>``; where nothing says so, before what the
-# user says first.
-
-
-_Turn = Mapping[str, Any]
-_CHATS = ("messages", "conversations", "prompt")
-_PLACE = re.compile(r"\n?<image>\n?")  # a line of its own goes with it
-_NAMED = ("image", "path", "url")  # keys of a part that names its image
-
-
-def _has_images(data: Any) -> bool:
-    """Return whether rows name images, in a column of their own or in what is said."""
-    from datasets import Dataset
-
-    names = set(data.column_names or ())
-    if names & {"image", "images"}:
-        return True
-    chats = [name for name in _CHATS if name in names]
-    if not chats or not isinstance(data, Dataset) or not _has_parts(data[0][chats[0]]):
-        return False
-    return any(_is_no_text(part) for row in data for turn in row[chats[0]] for part in _said(turn) or ())
-
-
-def _has_parts(turns: Any) -> bool:
-    return isinstance(turns, list) and any(isinstance(_said(turn), list) for turn in turns)
-
-
-def _said(turn: Any) -> Any:
-    return turn.get("content") if isinstance(turn, Mapping) else None
-
-
-def _is_no_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") != "text"
-
-
-def _named_images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row's own column."""
-    value = row.get("images", row.get("image"))
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _placed(
-    turns: Sequence[_Turn], images: Sequence[Any], row: int
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return turns of parts, and all images in their order; ``images`` are those that no part names."""
-    split = [{**turn, "content": _parts(turn["content"])} for turn in turns]
-    for part in (part for turn in split for part in turn["content"]):
-        if part.get("type") not in ("text", "image"):
-            raise MegacompileError(
-                f"data: row {row} has a part of the type {part.get('type')!r}: give text, and image, which "
-                "names its file as path."
-            )
-    places = [part for turn in split for part in turn["content"] if part["type"] == "image"]
-    user = next((turn for turn in split if turn["role"] == "user"), None)
-    if images and not places and user is not None:
-        places = [{"type": "image", "text": None} for _ in images]
-        user["content"] = [*places, *user["content"]]
-    own = [next((part[key] for key in _NAMED if part.get(key) is not None), None) for part in places]
-    if own.count(None) != len(images):
-        raise MegacompileError(
-            f"data: row {row} has {len(images)} images, and {own.count(None)} places for them: write <image> "
-            "once for each where it belongs, or nowhere, which puts all before what the user says first."
-        )
-    rest = iter(images)
-    ordered = [next(rest) if image is None else image for image in own]
-    for turn in split:
-        turn["content"] = [{"type": p["type"], "text": p.get("text")} for p in turn["content"]]
-    return split, ordered
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, list):
-        return [dict(part) for part in content]
-    parts: list[dict[str, Any]] = []
-    for i, text in enumerate(_PLACE.split(content or "")):
-        parts += [{"type": "image", "text": None}] if i else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
-
-
-def _with_files(data: Any, folder: Path) -> Any:
-    """The table whose column ``images`` names files, relative to ``folder``, with images that are read from
-    these; raises MegacompileError for the first row of which one is none."""
-    from datasets import Image, List
-
-    for number, paths in enumerate(data["images"], 1):
-        _check_files(paths, folder, number)
-    found = data.map(_absolute, fn_kwargs={"folder": str(folder.absolute())})
-    return found.cast_column("images", List(Image()))
-
-
-def _absolute(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    return {"images": [str(Path(folder) / path) for path in row["images"]]}
-
-
-def _check_files(paths: Iterable[str], folder: Path, row: int) -> None:
-    from PIL import Image
-
-    for path in paths:
-        file = folder / path
-        if not file.is_file():
-            raise MegacompileError(
-                f"data: row {row} names the image {path}, and {file} is no file: paths start from the folder "
-                "of the data."
-            )
-        try:
-            Image.open(file).close()
-        except OSError as error:
-            raise MegacompileError(
-                f"data: row {row}: {file} is no image that can be read: {error}."
-            ) from error
-
-
-@dataclass(frozen=True)
-class _NamedRows:
-    """A collator of rows with images that names the files of those that cannot be made a batch."""
-
-    collate: Callable[[list[Any]], Any]
-
-    @property
-    def processor(self) -> Any:
-        """The processor of the collator."""
-        return getattr(self.collate, "processor", None)
-
-    def __call__(self, rows: list[Any]) -> Any:
-        names = [getattr(image, "filename", "") for row in rows for image in _named_images(row)]
-        try:
-            return self.collate(rows)
-        except ValueError as error:  # of the processor, for what it cannot take
-            text = f"data: a batch with {', '.join(map(str, names)) or 'no image'} cannot be made: {error}"
-            raise MegacompileError(text) from error
-
-
-# ------------------------------------------------------------------------------------------------------------
-# ``megacompile train``: from a YAML file to a fine-tuned model, by TRL's trainers.
-#
-# The keys are TRL's own (of its scripts, ``SFTConfig`` or ``DPOConfig``, ``ModelConfig``), so that a file for
-# TRL's scripts runs as it is, and those of :class:`TrainConfig`.
-
-
 _FILES = {
     ".jsonl": "json",
     ".json": "json",
@@ -295,10 +41,10 @@ _FILES = {
     ".txt": "text",
     ".md": "text",
 }
-_LONGEST = 1 << 24  # tokens of a row
+_MOST_TOKENS = 1 << 24  # tokens of a row
 _SHOWN = 40  # characters before and behind a mistake
 _HOUR = 3600
-_TOKENS = 32  # of the first row that a dry run shows
+_TOKENS_SHOWN = 32  # of the first row that a dry run shows
 _TOKENIZERS = ("*token*", "*vocab*", "*.model")  # of any kind; without, transformers makes one up
 
 
@@ -472,7 +218,7 @@ def _collator_of_images(trainer: Any) -> Any:
     that fills batches up to few shapes."""
     from megacompile.integrations.image_buckets import BucketCollator, measure
 
-    collator, rows = _NamedRows(trainer.data_collator), trainer.args.per_device_train_batch_size
+    collator, rows = NamedRows(trainer.data_collator), trainer.args.per_device_train_batch_size
     if "image_grid_thw" not in getattr(collator.processor, "model_input_names", ()):
         return collator
     data = [of for of in (trainer.train_dataset, trainer.eval_dataset) if of is not None]
@@ -534,8 +280,10 @@ def _parse(trl: Any, path: Path, overrides: Sequence[str]) -> Any:
     prompts = parsed[0].sample_prompts
     if prompts is not None and not (isinstance(prompts, list) and all(isinstance(p, str) for p in prompts)):
         raise MegacompileError(f"{path}: sample_prompts must be a list of texts.")
-    if parsed[2].max_length is not None and not 0 < parsed[2].max_length <= _LONGEST:
-        raise MegacompileError(f"{path}: max_length {parsed[2].max_length}: give 1 to {_LONGEST:,} tokens.")
+    if parsed[2].max_length is not None and not 0 < parsed[2].max_length <= _MOST_TOKENS:
+        raise MegacompileError(
+            f"{path}: max_length {parsed[2].max_length}: give 1 to {_MOST_TOKENS:,} tokens."
+        )
     if "per_device_eval_batch_size" not in names:
         parsed[2].per_device_eval_batch_size = parsed[2].per_device_train_batch_size
     if "report_to" not in names and integrations.is_tensorboard_available():
@@ -756,7 +504,7 @@ def _described_data(trainer: Any) -> Iterator[str]:
     row = next(iter(trainer.train_dataset))
     ids = next((row[name] for name in ("input_ids", "prompt_ids") if name in row), None)
     if ids is not None:
-        yield f"          the first row begins {trainer.processing_class.decode(ids[:_TOKENS])!r}"
+        yield f"          the first row begins {trainer.processing_class.decode(ids[:_TOKENS_SHOWN])!r}"
 
 
 def _described_programs(trainer: Any, programs: Sequence[tuple[str, Schedule]], steps: int) -> Iterator[str]:

@@ -71,7 +71,7 @@ def check_values(path: Path, parsed: Iterable[Any]) -> None:
         hints = get_type_hints(type(arguments))
         for field in dataclasses.fields(arguments):
             value = getattr(arguments, field.name)
-            kinds = _kinds(hints[field.name])
+            kinds = _kinds_of_hint(hints[field.name])
             if kinds <= {int, float} and not (value is None or type(value) in (int, float)):
                 raise MegacompileError(f"{path}: {field.name} is {value!r:.40}, which is no number.")
             if kinds == {bool} and not isinstance(value, (bool, NoneType)):
@@ -100,7 +100,7 @@ def _check(path: Path, field: dataclasses.Field[Any], number: float, *, nested: 
         )
 
 
-def _kinds(hint: Any) -> set[Any]:
+def _kinds_of_hint(hint: Any) -> set[Any]:
     """The types that a field's hint allows, None left out."""
     found = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return set(found) - {NoneType}

@@ -20,7 +20,7 @@ from megacompile.blocks.cpu_products import float32_products
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
-from megacompile.cli.main import OPTIMIZERS
+from megacompile.cli.plan_arguments import OPTIMIZERS
 from megacompile.state import host_budget, torch_optimizer
 from megacompile.state.torch_optimizer import Several
 from tests.support.models import Plain, batch_for, build

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from megacompile.cli.chat_rows import as_messages
 from megacompile.cli.main import main
-from megacompile.cli.train import as_messages
 from megacompile.errors import MegacompileError
 from megacompile.integrations.image_buckets import BucketCollator, measure
 from megacompile.integrations.transformers import Trainer

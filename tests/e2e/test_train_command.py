@@ -384,7 +384,7 @@ def test_a_dry_run_finds_what_would_end_the_training(
     ids=lambda row: next(iter(row)),
 )
 def test_kinds_of_chats(rows: dict[str, Any]) -> None:
-    from megacompile.cli.train import as_messages
+    from megacompile.cli.chat_rows import as_messages
 
     (row,) = as_messages(datasets.Dataset.from_list([rows]))
     asked, said = row["messages"]
@@ -397,7 +397,7 @@ def test_kinds_of_chats(rows: dict[str, Any]) -> None:
 
 
 def test_an_instruction_with_an_input() -> None:
-    from megacompile.cli.train import as_messages
+    from megacompile.cli.chat_rows import as_messages
 
     rows = [{"instruction": "translate", "input": "ein fuchs", "output": "a fox"}]
     (row,) = as_messages(datasets.Dataset.from_list(rows))

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.capture.batch import read_batch
-from megacompile.cli.estimator import Question, Study
+from megacompile.cli.estimator import Study
+from megacompile.cli.plan_answer import Question
 from megacompile.hardware.catalog import PROFILES
 from megacompile.kernels._triton import Gpu, recording
 from megacompile.planner.min_feasible_budget import least

@@ -16,11 +16,15 @@ from torch import nn
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.padding import reach
-from megacompile.cli import models, plan_command
-from megacompile.cli.alternatives import Largest, _most, estimate_largest, largest
-from megacompile.cli.estimator import Question, Study, complete_flops, compute_parts, waits
-from megacompile.cli.main import OPTIMIZERS, main
+from megacompile.cli import answer_text, models, plan_command
+from megacompile.cli.estimator import Study
+from megacompile.cli.largest_batch import Largest, _most, estimate_largest, largest
+from megacompile.cli.main import main
 from megacompile.cli.models import load_model, optimizer_of
+from megacompile.cli.plan_answer import Question
+from megacompile.cli.plan_arguments import OPTIMIZERS
+from megacompile.cli.step_figures import compute_parts, waits
+from megacompile.cli.workload_flops import complete_flops
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
 from megacompile.planner.lower_bound import lower_bound
@@ -281,7 +285,7 @@ def test_a_larger_host_budget_says_what_it_is_for(plan: Callable[..., tuple[int,
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:
-    line = plan_command.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
+    line = answer_text.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
     assert "no batch at " in line and ", none at batch " in line
 
 
@@ -398,7 +402,7 @@ def test_a_rollout_is_predicted_by_what_its_forward_takes(study: Study) -> None:
     assert [(f.at_once, f.streams) for f in found] == [(2, False), (1, False), (1, True), (0, True)]
     rates = [f.decode_rate for f in found[:3]]
     assert rates == sorted(rates, reverse=True) and found[2].load < found[0].load
-    assert "no room for one" in plan_command._rollout(found[3], _question(1))
+    assert "no room for one" in answer_text._rollout(found[3], _question(1))
 
 
 def test_a_rollout_stands_in_the_answer(plan: Callable[..., tuple[int, str, str]]) -> None:

@@ -17,7 +17,9 @@ def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_doctor, "_LENGTH", 32)
     monkeypatch.setattr(gpu_doctor, "_WIDTH", 64)
     monkeypatch.setattr(
-        gpu_doctor, "_SIZES", {what: min(most, 256) for what, most in gpu_doctor._SIZES.items()}
+        gpu_doctor,
+        "_LARGEST_SIZES",
+        {what: min(most, 256) for what, most in gpu_doctor._LARGEST_SIZES.items()},
     )
     found = list(gpu_doctor.findings("cpu", "50MB"))
     assert len(found) == 4 + len(OURS) and all(f.good for f in found), found

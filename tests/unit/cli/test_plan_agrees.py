@@ -11,9 +11,10 @@ from torch import nn
 
 import megacompile
 from megacompile.api import compile
-from megacompile.cli.estimator import Question, Study
+from megacompile.cli.answer_text import Extras, render
+from megacompile.cli.estimator import Study
 from megacompile.cli.models import Lora, build
-from megacompile.cli.plan_command import Extras, render
+from megacompile.cli.plan_answer import Question
 from megacompile.hardware.catalog import load_machine
 from megacompile.state.moment_formats import StateFormat
 from tests.support.coded_weights import Linear4bit, Linear8bitLt

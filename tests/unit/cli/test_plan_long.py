@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacompile.cli.estimator import Question, Study
+from megacompile.cli.estimator import Study
 from megacompile.cli.models import build
+from megacompile.cli.plan_answer import Question
 from megacompile.hardware.catalog import load_machine
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")

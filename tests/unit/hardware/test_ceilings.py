@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megacompile.bench.kernel_bench import operation_of
 from megacompile.blocks.costs import KernelCall
-from megacompile.cli.estimator import worth
+from megacompile.cli.kernel_worth import worth
 from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.kernel_ceilings import kernel_seconds, nearest, rate
@@ -199,7 +199,7 @@ def test_a_recurrence_in_plain_torch_costs_as_its_tokens(monkeypatch: pytest.Mon
     x, B = (1, 1536, 4, 64), (1, 1536, 1, 128)
     call = KernelCall("mamba2_chunk_scan", "bfloat16", (x, x[:3], (4,), B, B, (4,)), (), "64/128", 1)
     few = worth(((call, 1),), H100)["mamba2_chunk_scan"].without
-    monkeypatch.setattr("megacompile.cli.estimator._TRACED", 1536)
+    monkeypatch.setattr("megacompile.cli.kernel_worth._TRACED", 1536)
     assert few == pytest.approx(worth(((call, 1),), H100)["mamba2_chunk_scan"].without, rel=0.02)
 
 

@@ -1,24 +1,16 @@
-"""``megacompile bench kernels`` and ``megacompile bench nvme``."""
+"""``megacompile bench kernels``: the fused kernels against eager, torch.compile and Liger, on this GPU."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megacompile.cli.main import write_json
 from megacompile.errors import MegacompileError
-from megacompile.state.nvme import measure_drive
-from megacompile.units import parse_bytes
-
-# ------------------------------------------------------------------------------------------------------------
-# ``megacompile bench kernels``: the fused kernels against eager, torch.compile and Liger, on this GPU.
-
 
 _NO_GPU = """megacompile: there is no GPU here, and Triton's interpreter says nothing about time.
 Above is how fast the compiled kernels can be at most, by their machine code; --check compares results
@@ -129,17 +121,3 @@ def _shape(text: str, sizes: tuple[str, ...]) -> tuple[int, ...]:
     if len(parts) != len(sizes) or not all(p.isdigit() and int(p) for p in parts):
         raise MegacompileError(f"--shape {text}: it takes {'x'.join(sizes)}, such as 8192x4096.")
     return tuple(map(int, parts))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# ``megacompile bench nvme``: what a drive gives and how much of it the storage engine reaches.
-
-
-def run_nvme(options: argparse.Namespace) -> int:
-    """Print the rates; exit code 0."""
-    report = measure_drive(options.dir, parse_bytes(options.size, what="--size", available=1 << 60))
-    if options.json:
-        write_json(asdict(report))
-    else:
-        print(report)
-    return 0
