@@ -363,8 +363,6 @@ def test_state_on_nvme_is_written_before_the_call_returns(tmp_path: Path) -> Non
     program.close()
 
 
-# ---- the end of the process ----
-
 ENDS = """
 import os, signal, sys
 from pathlib import Path

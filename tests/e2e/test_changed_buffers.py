@@ -1,4 +1,7 @@
-"""Buffers that a forward changes: running statistics, counters, moving averages, beside eager PyTorch."""
+"""Buffers that a forward changes: running statistics, counters, moving averages, beside eager PyTorch.
+
+What cannot be changed so is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -244,9 +247,6 @@ def test_a_step_that_fails_changes_nothing() -> None:
     program.close()
 
 
-# ---- other buffers --------------------------------------------------------------------------------------
-
-
 class Annealed(nn.Module):
     """Reads a counter and a scale, and changes them then."""
 
@@ -410,9 +410,6 @@ def test_the_proof_knows_what_changes_buffers() -> None:
     reads = (*step.ops[backward].reads, Buffers(0))
     with pytest.raises(ScheduleError, match=r"is due|no backward does"):
         verify(with_op(backward, reads=reads), work)
-
-
-# ---- what is refused ------------------------------------------------------------------------------------
 
 
 class Windows(nn.Module):

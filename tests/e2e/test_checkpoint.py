@@ -1,4 +1,7 @@
-"""Checkpoints: a run goes on bit for bit, nothing that was saved is lost, what does not fit is named."""
+"""Checkpoints: a run goes on bit for bit, nothing that was saved is lost, what does not fit is named.
+
+Neither a kill at any moment nor a full disk costs the last one, and none takes a second copy in memory.
+"""
 
 from __future__ import annotations
 
@@ -135,9 +138,6 @@ def scheduler(kind: str, optimizer: torch.optim.Optimizer) -> torch.optim.lr_sch
         schedulers.ExponentialLR(optimizer, 0.8),
     )
     return schedulers.SequentialLR(optimizer, [warmup, decay], [2])
-
-
-# ---- What does not fit ----
 
 
 def plain(width: int = 80, **options: Any) -> megacompile.Program:
@@ -318,8 +318,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     trained.load(folder)
 
 
-# ---- kill -9 ----
-
 WRITER = """
 import sys, itertools, torch
 from pathlib import Path
@@ -463,8 +461,6 @@ def test_readers_do_not_disturb_a_writer(
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert not (swaps and missed)
 
-
-# ---- Memory ----
 
 MEASURE = """
 import sys, threading, time, torch

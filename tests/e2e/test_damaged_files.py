@@ -76,9 +76,6 @@ def check(kind: Kind, size: Size) -> None:
     assert kind.read() == expected
 
 
-# ---- Checkpoints ----
-
-
 def program() -> megacompile.Program:
     torch.manual_seed(0)
     model = Plain()
@@ -189,9 +186,6 @@ def test_answers_to_prompts(size: Size, tmp_path: Path) -> None:
     check(Kind(file, lambda: samples.read_samples(file), edited=True), size)
 
 
-# ---- What programs write for themselves ----
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_a_schedule(size: Size, tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
@@ -209,9 +203,6 @@ def test_a_plan_and_a_machine_that_caches_keep(
     check(Kind(file, lambda: plan_cache.read(file), left_out=True), size)
     file = keep_profile(MachineProfile(MACHINE, "mine", device_bytes=10**10))
     check(Kind(file, lambda: kept_profile("a card", 132), left_out=True), size)
-
-
-# ---- What people edit ----
 
 
 @pytest.mark.parametrize("size", SIZES)

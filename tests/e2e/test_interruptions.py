@@ -66,9 +66,6 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
     return At(event, step, lambda: os.kill(os.getpid(), number))
 
 
-# ---- kill -9 ----
-
-
 @pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("several", 4), ("learn", 4)])
 def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(
     kind: str, times: int, tmp_path: Path
@@ -124,9 +121,6 @@ def test_at_each_file_operation_a_kill_would_leave_a_whole_checkpoint(tmp_path: 
     assert list(dict.fromkeys(name for name, _ in found)) == [f"checkpoint-{n}" for n in range(1, 5)]
     assert len(set(found)) == 5
     assert [name for name, _ in found] == sorted(name for name, _ in found)
-
-
-# ---- Full disks ----
 
 
 class Disk:
@@ -230,9 +224,6 @@ def test_what_fails_after_a_checkpoint_is_whole_is_raised(tmp_path: Path, monkey
     assert last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
-# ---- Signals ----
-
-
 @pytest.fixture
 def defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
     """Python's own handlers, which a suite's runner may have replaced."""
@@ -321,9 +312,6 @@ def test_training_in_another_thread_takes_no_signal(defaults: dict[int, Any], tm
     thread.join()
     assert found == [defaults]
     assert one.state.global_step == 1
-
-
-# ---- Damaged, foreign and malicious checkpoints ----
 
 
 class Runs:

@@ -1,4 +1,4 @@
-"""Batches of many lengths: few programs serve them, and what is trained is what eager PyTorch trains."""
+"""Batches of many lengths: few programs serve them, and what is trained or predicted is eager's."""
 
 from __future__ import annotations
 
@@ -167,8 +167,6 @@ def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
     assert shapes == {(2, 8), (2, 64)}
     pair.close()
 
-
-# ---- predictions -----------------------------------------------------------------------------------
 
 LENGTHS = (13, 31, 9, 22, 40, 5)
 

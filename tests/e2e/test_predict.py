@@ -1,4 +1,7 @@
-"""``program.predict``: what eager eval mode returns, under a budget, whatever its structure."""
+"""``program.predict``: what eager eval mode returns, under a budget, whatever its structure.
+
+Or what a function ``outputs=`` makes of it, compiled with the model.
+"""
 
 from __future__ import annotations
 
@@ -142,9 +145,6 @@ def test_results_that_do_not_fit_are_named_in_the_error() -> None:
     program.close()
 
 
-# ---- structures ------------------------------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -215,9 +215,6 @@ def test_an_output_that_no_program_can_give_back_is_named() -> None:
     with pytest.raises(megacompile.CaptureError, match="holds no tensor"):
         program.predict({"x": torch.randn(4, 8)}, outputs=lambda out, batch: {"n": 1})
     program.close()
-
-
-# ---- outputs= --------------------------------------------------------------------------------------
 
 
 def programs(program: megacompile.Program) -> int:
@@ -299,9 +296,6 @@ def test_with_a_loss_function_the_forward_is_given_what_it_takes() -> None:
             program.predict(batch, outputs=lambda out, batch: out.argmax(-1)), model(x).argmax(-1)
         )
     program.close()
-
-
-# ---- calls -----------------------------------------------------------------------------------------
 
 
 def test_before_the_first_step() -> None:

@@ -32,9 +32,6 @@ def compiled(rank: int = 0, lr: float = 1e-3, depth: int = 4, **options: Any) ->
     return megacompile.compile(model, 1, optimizer=optimizer, **given)
 
 
-# ---- alike --------------------------------------------------------------------------------------
-
-
 def unlike(rank: int) -> list[Any]:
     """What differs is refused on all ranks, in words that name the rank, and training goes on."""
     same, one = batch_for("plain", rank), rank == 1
@@ -120,9 +117,6 @@ def all_of_them(rank: int) -> list[float]:
 def test_what_is_unlike_or_not_there_is_refused_on_all_ranks_by_name() -> None:
     first, second = whole(run_ranks(2, all_of_them))
     assert first == second and all(map(math.isfinite, first))
-
-
-# ---- calls --------------------------------------------------------------------------------------
 
 
 def as_alike(program: Program, batch: Any, folder: Path) -> dict[str, Callable[[], object]]:
@@ -243,9 +237,6 @@ def test_a_rank_whose_script_is_over_is_named_by_the_others(way: str, words: str
     assert second.returncode == (way == "raises")
 
 
-# ---- numbers ------------------------------------------------------------------------------------
-
-
 def nonfinite(rank: int) -> list[float]:
     """A loss that is not finite on one rank keeps all from updating, unless all gradients are finite."""
     batch, bad = batch_for("plain", rank), batch_for("plain", rank)
@@ -282,8 +273,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_of_all() -> None
     first, second = whole(run_ranks(2, nonfinite))
     assert first == second and all(map(math.isfinite, first))
 
-
-# ---- faults -------------------------------------------------------------------------------------
 
 STALL = 30.0  # seconds that the others wait for a rank that stalls, and for rank 0 to plan
 

@@ -131,9 +131,6 @@ def test_a_rank_that_dies_as_it_saves_leaves_the_checkpoint_before_it(wait: bool
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # a new save removes what is left of the old
 
 
-# ---- any number of ranks ------------------------------------------------------------------------
-
-
 SMALL = {"fp32": "650kB", "int8": "450kB", "int4": "435kB"}  # host budgets of which state goes to a drive
 
 

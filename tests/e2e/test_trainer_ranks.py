@@ -1,4 +1,7 @@
-"""The Trainer on several ranks: what one process does that takes their batches as micro-batches."""
+"""The Trainer on several ranks: what one process does that takes their batches as micro-batches.
+
+A signal to one rank stops all, and a rank that fails is named by the others.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +81,6 @@ def resumed(rank: int, folder: Path, **given: Any) -> dict[str, Any]:
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(v, expected[n]) for n, v in found.items())
-
-
-# ---- numbers ------------------------------------------------------------------------------------
 
 
 def trained_twice(rank: int, folder: Path) -> list[dict[str, Any]]:
@@ -227,9 +227,6 @@ def test_ranks_whose_batches_are_of_unlike_lengths_train_as_one_process(
     assert first["logs"] == second["logs"] and first["programs"] == second["programs"]
     assert first["logs"] == [pytest.approx(entry, rel=1e-6) for entry in one["logs"]]
     assert same(first["values"], one["values"])
-
-
-# ---- signals and faults -------------------------------------------------------------------------
 
 
 class At(transformers.TrainerCallback):  # type: ignore[misc]
