@@ -26,7 +26,7 @@ from megacompile.blocks import memory_meter
 from megacompile.blocks.partition import partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.graph.fusion_rewriter import PATTERNS, fuse, read_switches

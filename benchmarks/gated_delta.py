@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture import replacements
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 
 _COLUMNS = ("tokens", "", "capture", "nodes", "step", "least budget")

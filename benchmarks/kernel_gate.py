@@ -491,14 +491,20 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
 
 @functools.cache
 def sources() -> str:
-    """Return a hash of what the tables' rows depend on: kernels, launches, and how they are measured."""
+    """Return a hash of what the tables' rows depend on: kernels, launches, and how they are measured. Equal
+    kernels give an equal hash, whichever module they stand in."""
     found = hashlib.sha256()
+    written = set()
     for module in sorted(name for name in sys.modules if name.startswith(f"{kernels.__name__}.")):
-        for name, value in sorted(vars(sys.modules[module]).items()):
+        for name, value in vars(sys.modules[module]).items():
             if hasattr(value, "arg_names"):  # a kernel or a function of kernels
-                found.update(f"{name}\0{inspect.getsource(value.fn)}\0".encode())
+                around = value.fn.__globals__
+                read = {n: around.get(n) for n in value.fn.__code__.co_names}
+                constants = {n: x for n, x in read.items() if isinstance(x, tl.constexpr)}
+                written.add(f"{name}\0{inspect.getsource(value.fn)}\0{constants}\0")
             elif isinstance(value, tl.constexpr):
-                found.update(f"{name}\0{value}\0".encode())
+                written.add(f"{name}\0{value}\0")
+    found.update("".join(sorted(written)).encode())
     for measure in (
         disassemble,
         Product,

@@ -11,13 +11,14 @@ import pkgutil
 
 from megacompile.kernels.adamw import adamw_
 from megacompile.kernels.attention import document_bounds, flash_attention_backward, flash_attention_forward
-from megacompile.kernels.dequantize import decode_rows, decode_weight
+from megacompile.kernels.decode_4bit import decode_weight
+from megacompile.kernels.decode_8bit import decode_rows
+from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.gated_delta import gated_delta_rule
 from megacompile.kernels.glu import clamped_glu, glu
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.mamba2 import mamba2_chunk_scan
 from megacompile.kernels.norms import add_rms_norm, layer_norm, rms_norm
-from megacompile.kernels.random_numbers import dropout_mask
 from megacompile.kernels.rope import qk_norm_rope, rope
 
 # By the package's own name: transformers looks for a library of the name ``kernels``, and in a checkout

@@ -25,6 +25,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.attention_sinks import sink_gradient
 from megacompile.kernels.linear_cross_entropy import capped
 
 # ------------------------------------------------------------------------------------------------------------
@@ -43,15 +44,6 @@ class Rule:
     softcap: float = 0.0
     sinks: Tensor | None = None
     bounds: Tensor | None = None
-
-
-def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor:
-    """-sum over queries of the sink's probability times delta; empty without sinks."""
-    if sinks is None:
-        return lse.new_empty(0)
-    share = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-    gradient: Tensor = (share * delta).sum((0, 2)).neg()
-    return gradient.to(sinks.dtype)
 
 
 def visible_reference(q: Tensor, k: Tensor, rule: Rule) -> Tensor:

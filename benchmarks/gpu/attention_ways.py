@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.work import device
-from megacompile.capture import sdpa
-from megacompile.kernels import attention
+from megacompile.kernels import attention, torch_sdpa
 from megacompile.kernels.attention import Rule, Tile, flash_attention_backward, flash_attention_forward
 
 aten = torch.ops.aten
@@ -63,7 +62,7 @@ def _ways(shape: tuple[int, ...], tiles: Sequence[dict[str, Tile]]) -> dict[str,
     )
     scale = width**-0.5
     forward_flops = 2.0 * batch * heads * tokens**2 * width
-    out, lse = sdpa.forward(q, k, v, None, True, scale)
+    out, lse = torch_sdpa.forward(q, k, v, None, True, scale)
     rule = Rule(scale)
     seed = torch.empty(2, dtype=torch.uint64, device=device())
     usual = attention.tiles_for(("q", "kv", "k", "v"), q, v)
@@ -86,7 +85,7 @@ def _ways(shape: tuple[int, ...], tiles: Sequence[dict[str, Tile]]) -> dict[str,
     def after_cudnn() -> Results:
         out, lse, *_ = cudnn_once()
         lse = lse.reshape(batch, heads, tokens)
-        return sdpa.backward(grad, q, k, v, out.contiguous(), lse, None, True, scale)
+        return torch_sdpa.backward(grad, q, k, v, out.contiguous(), lse, None, True, scale)
 
     def any_order() -> Results:
         return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
@@ -94,10 +93,10 @@ def _ways(shape: tuple[int, ...], tiles: Sequence[dict[str, Tile]]) -> dict[str,
         )
 
     def flash() -> Results:
-        return sdpa.forward(q, k, v, None, True, scale)
+        return torch_sdpa.forward(q, k, v, None, True, scale)
 
     def flash_backward() -> Results:
-        return sdpa.backward(grad, q, k, v, out, lse, None, True, scale)
+        return torch_sdpa.backward(grad, q, k, v, out, lse, None, True, scale)
 
     def our_backward(chosen: dict[str, Tile]) -> Results:
         both = {n: t for n, t in usual.items() if n == "q" or "q" in chosen} | chosen

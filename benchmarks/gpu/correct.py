@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import megacompile
-import megacompile.capture.sdpa  # registers the operator
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
 from megacompile.bench.kernel_bench import OPERATIONS, OURS, check

@@ -18,7 +18,6 @@ from megacompile.api.pipeline import Compiler
 from megacompile.capture.batch import (
     Batch,
     check_signature,
-    divides,
     documents_meet,
     is_transformers,
     of_one_kind,
@@ -26,6 +25,7 @@ from megacompile.capture.batch import (
 )
 from megacompile.capture.fingerprint import model_settings
 from megacompile.capture.loss_cut import LossCut, cuts
+from megacompile.capture.loss_value import divides
 from megacompile.capture.padding import (
     own_entries,
     pad_batch,

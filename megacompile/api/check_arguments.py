@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megacompile.capture.fingerprint import refuse_gradient_hooks
-from megacompile.capture.quantized_weights import is_coded, rounds_inputs, settle, why_not_coded
+from megacompile.capture.changes_after_compile import refuse_gradient_hooks
+from megacompile.capture.quantized_weights import is_coded, rounds_inputs, why_not_coded
+from megacompile.capture.weight_codings import settle
 from megacompile.errors import MegacompileError
 from megacompile.state.master_layout import is_dense
 from megacompile.state.model_values import is_owned

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.api.session import Session
-from megacompile.capture.fingerprint import Form, copy_around, parameter_forms
+from megacompile.capture.fake_copy import copy_around
 from megacompile.capture.fingerprint import tensors_of as held_tensors
+from megacompile.capture.parameter_forms import Form, parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.errors import BudgetError, BudgetExceededError
 from megacompile.runtime.device import Device

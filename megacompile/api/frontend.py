@@ -22,9 +22,10 @@ from megacompile.blocks.chunk_loops import CHUNKS, length_of
 from megacompile.blocks.partition import Partition, Template, partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
-from megacompile.capture.batch import Batch, LossFn
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.batch import Batch
 from megacompile.capture.frozen_parts import frozen_part
+from megacompile.capture.loss_value import LossFn
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, capture
 from megacompile.errors import CaptureError, MegacompileError, UntraceableError

@@ -20,10 +20,9 @@ from megacompile.capture.batch import (
     read_batch,
 )
 from megacompile.capture.loss_cut import LossCut
+from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
 from megacompile.capture.padding import (
     Function,
-    LossAtLengths,
-    OutputsAtLengths,
     bucket_length,
     computes_as_libraries_do,
     gives_positions,
@@ -37,7 +36,7 @@ from megacompile.capture.padding import (
     reach,
     telling_length,
 )
-from megacompile.capture.patches import turning_lengths
+from megacompile.capture.rotary_frequencies import turning_lengths
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import Returned, all_outputs
 

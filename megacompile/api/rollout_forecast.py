@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacompile.api.device_weights import WeightBytes, stored_bytes, weight_bytes
 from megacompile.blocks.costs import flops_of
 from megacompile.blocks.memory_meter import StorageMeter, tensors_of
-from megacompile.capture.fingerprint import Form, fake_copy
+from megacompile.capture.fake_copy import fake_copy
+from megacompile.capture.parameter_forms import Form
 from megacompile.hardware.catalog import LAUNCH_SECONDS
 from megacompile.hardware.machine import Machine
 from megacompile.units import format_bytes, format_seconds

@@ -36,7 +36,7 @@ from megacompile.api.program_set import PlannedError, ProgramSet
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
-from megacompile.capture.fingerprint import Frozen
+from megacompile.capture.changes_after_compile import Frozen
 from megacompile.capture.loss_cut import LossCut
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
 from megacompile.graph.captured import OutputsFn

@@ -22,8 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import megacompile.capture.quantized_weights
-import megacompile.capture.sdpa  # noqa: F401  # they declare operators
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json, to_plain

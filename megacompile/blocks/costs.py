@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megacompile.blocks.memory_meter import SORTED_FROM, tensors_of
-from megacompile.capture.sdpa import attention, attention_backward
 from megacompile.capture.written_arguments import is_of_others
 from megacompile.graph.captured import is_view
 from megacompile.graph.sequence_dimension import arguments
 from megacompile.kernels.registry import called
+from megacompile.kernels.sdpa import attention, attention_backward
 
 # ------------------------------------------------------------------------------------------------------------
 # What one node of a graph costs: floating-point operations, bytes moved, kernels launched on a GPU.

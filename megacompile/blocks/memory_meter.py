@@ -15,10 +15,10 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from megacompile.capture.sdpa import ALIGNED, is_aligned
 from megacompile.errors import BudgetExceededError
 from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.registry import called
+from megacompile.kernels.torch_sdpa import ALIGNED, is_aligned
 
 # ------------------------------------------------------------------------------------------------------------
 # Memory that torch's CUDA kernels take beside their results, which a run on fake CPU tensors does not show.
@@ -28,7 +28,7 @@ from megacompile.kernels.registry import called
 # ``attention_backward.cu``, ``Reduce.cuh`` and ``EmbeddingBackwardKernel.cu``; for sorts they are measured.
 # ``tests/simulated/test_scratch.py`` compares them with what torch asks its allocator for.
 #
-# What :mod:`~megacompile.capture.sdpa` gives to torch's memory-efficient attention on CUDA runs as flash
+# What :mod:`~megacompile.kernels.sdpa` gives to torch's memory-efficient attention on CUDA runs as flash
 # attention on a CPU: it is told from the rest by its type and its mask.
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.capture.changed_buffers import SNAPSHOT
-from megacompile.capture.counter_rng import site_of
+from megacompile.capture.random_draws import site_of
 from megacompile.graph.captured import (
     SHARE,
     WRITE,

@@ -2,7 +2,7 @@
 
 In: a frozen module, such as a vision tower, of which a trace failed. Out: one operator in its place, which is
 given the module's weights and buffers as any operator is and calls its forward for real
-(:func:`~megacompile.capture.own_gradients.run_for_real`). Nothing in it may get a gradient.
+(:func:`~megacompile.capture.opaque_functions.run_for_real`). Nothing in it may get a gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.own_gradients import run_for_real
+from megacompile.capture.opaque_functions import run_for_real
 from megacompile.errors import CaptureError
 
 

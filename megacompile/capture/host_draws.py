@@ -24,7 +24,7 @@ from megacompile.capture.patches import Patch, replaced
 
 _PYTHONS: Any = random._inst
 _NUMPYS: Any = numpy.random.mtrand._rand
-_STATES = ("seed", "getstate", "setstate", "get_state", "set_state")
+_STATE_FUNCTIONS = ("seed", "getstate", "setstate", "get_state", "set_state")
 _WRITE = ("shuffle",)  # into what they are given
 _FORM = ("dtype", "ndim", "size")
 _UNIT = ("random", "rand", "random_sample")
@@ -53,11 +53,11 @@ class Stream:
 
     def __init__(self, seed: int) -> None:
         self._unseeded = random.Random(seed)  # what generators that are made without a seed begin from
-        own = _states()
+        own = _generator_states()
         random.seed(seed)
         numpy.random.seed(seed % (1 << 32))  # noqa: NPY002
         torch.default_generator.manual_seed(seed)
-        self._states = _states()
+        self._states = _generator_states()
         _restore(own)
         self.draws = False
 
@@ -75,21 +75,21 @@ class Stream:
 
         why = "generators without a seed begin alike in each run"
         patches = Patch(random, "_urandom", entropy, why), Patch(random.Random, "seed", seed, why)
-        own, before, self.draws = _states(), self._states, False
+        own, before, self.draws = _generator_states(), self._states, False
         _restore(before)
         try:
             with replaced(patches):
                 yield
         finally:
-            self._states = _states()
-            self.draws = self.draws or not _same(before, self._states)
+            self._states = _generator_states()
+            self.draws = self.draws or not _equal_states(before, self._states)
             _restore(own)
 
 
 _SEED = random.Random.seed
 
 
-def _states() -> tuple[Any, Any, Tensor]:
+def _generator_states() -> tuple[Any, Any, Tensor]:
     return random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()  # noqa: NPY002
 
 
@@ -100,7 +100,7 @@ def _restore(states: tuple[Any, Any, Tensor]) -> None:
     torch.random.set_rng_state(tensors)
 
 
-def _same(one: tuple[Any, Any, Tensor], other: tuple[Any, Any, Tensor]) -> bool:
+def _equal_states(one: tuple[Any, Any, Tensor], other: tuple[Any, Any, Tensor]) -> bool:
     arrays = all(numpy.array_equal(x, y) for x, y in zip(one[1], other[1], strict=True))
     return arrays and one[0] == other[0] and torch.equal(one[2], other[2])
 
@@ -184,7 +184,7 @@ def draws(by: Callable[..., Any]) -> Iterator[Patch]:
     replaced."""
     for module, generator in ((random, _PYTHONS), (numpy.random, _NUMPYS)):
         for name, function in list(vars(module).items()):
-            if getattr(function, "__self__", None) is generator and name not in (*_STATES, *_WRITE):
+            if getattr(function, "__self__", None) is generator and name not in (*_STATE_FUNCTIONS, *_WRITE):
                 yield Patch(module, name, by, "drawn anew for each batch")
 
 

@@ -22,21 +22,16 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megacompile.capture.batch import described
 from megacompile.capture.host_draws import (
     ARRAYS,
     DRAWN,
@@ -49,187 +44,25 @@ from megacompile.capture.host_draws import (
     drawn_in,
     draws,
 )
+from megacompile.capture.host_prologue import (
+    Prologue,
+    PrologueCall,
+    PrologueValue,
+    ReadSizes,
+    SplitPieces,
+    as_contiguous,
+    read_plain,
+    tensors_in,
+)
 from megacompile.capture.patches import Patch, replaced
-from megacompile.capture.refusals import outside_tracing
+from megacompile.capture.refused_calls import outside_tracing
 from megacompile.errors import CaptureError
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _SPLITS: set[Any] = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
 _JOINS: set[Any] = {torch.cat, torch.concat, torch.concatenate}
-_COPIES: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
-
-
-class _Place(NamedTuple):
-    """Stands for a tensor of the prologue, or for what is drawn, by its number."""
-
-    number: int
-
-
-@dataclass
-class _Call:
-    """A call of the prologue: its arguments with places for tensors, the numbers of the tensors among its
-    results, and what the results must be, where the forward went by them. ``draws`` says that it draws random
-    numbers, ``drawn`` that its result depends on such: then all of it is numbered, and its form is expected.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[int, ...]
-    written: tuple[int, ...] = ()
-    expected: tuple[Any, ...] | None = None
-    total: int | None = None  # that numbers which are results must have as their sum
-    made: bool = False
-    draws: bool = False
-    drawn: bool = False
-
-    @property
-    def reads(self) -> set[int]:
-        """Return the numbers of the tensors among the arguments, and of what is drawn."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_place)
-        return {leaf.number for leaf in leaves if isinstance(leaf, _Place)}
-
-    def run(self, values: dict[int, Any]) -> Any:
-        """Make the call for real, and return what it returns."""
-
-        def real(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, _Place) else leaf
-
-        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_place)
-        return self.function(*args, **kwargs)
-
-    def description(self, result: Any) -> tuple[Any, ...]:
-        """Describe what a forward may go by in a result."""
-        return _form(result) if self.drawn else _description(result)
-
-    def numbered(self, result: Any) -> list[Any]:
-        """Return the parts of a result that have numbers."""
-        return pytree.tree_leaves(result) if self.drawn else _tensors(result)
-
-
-def _is_place(value: Any) -> bool:
-    return isinstance(value, _Place)
-
-
-def _dense(leaf: Any) -> Any:
-    """A result as a program can be given it."""
-    return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
-
-
-def _form(result: Any) -> tuple[Any, ...]:
-    """Describe what a forward may go by in a result that is drawn: shapes and dtypes, and no value."""
-    leaves, spec = pytree.tree_flatten(result)
-    forms = [(x.shape, x.dtype) if isinstance(x, (Tensor, numpy.ndarray)) else type(x) for x in leaves]
-    return (str(spec), *forms)
-
-
-def _description(result: Any) -> tuple[Any, ...]:
-    """Describe what a forward may go by in a result: of tensors the shapes, of all else the values."""
-    leaves, spec = pytree.tree_flatten(result)
-    return (str(spec), *map(described, leaves))
-
-
-def _reading(kind: Any) -> Any:
-    """Make each method of a sequence, but for its length, read it first."""
-    own, base = kind.read, kind.__base__
-    names = {*vars(base), "__radd__"} - {*vars(object), "__len__", "__class_getitem__"}
-    for name in names | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__"}:
-
-        def method(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> Any:
-            plain = own(self)
-            if _name == "__radd__":
-                return args[0] + plain
-            return getattr(base, _name)(self, *args, **kwargs)
-
-        setattr(kind, name, method)
-    pytree.register_pytree_node(kind, lambda x: (list(own(x)), None), lambda x, _: base(x))
-    return kind
-
-
-@_reading
-class _Sizes(list[int]):
-    """Numbers that a call of the prologue returned; they are guards once the forward reads any of them."""
-
-    def __init__(self, numbers: Sequence[int], call: _Call) -> None:
-        super().__init__(numbers)
-        self.call = call
-        call.expected = _description(numbers)[:1]  # as many
-
-    def plain(self) -> list[int]:
-        """Return the numbers."""
-        return [*list.__iter__(self)]
-
-    def read(self) -> list[int]:
-        """Return the numbers, which are guards from now on."""
-        self.call.expected = _description(self.plain())
-        return self.plain()
-
-
-@_reading
-class _Pieces(tuple[Tensor, ...]):
-    """The pieces of a tensor that was split along a dimension, by sizes that nothing has read yet."""
-
-    sizes: _Sizes
-    dim: int
-
-    def plain(self) -> tuple[Tensor, ...]:
-        """Return the pieces."""
-        return (*tuple.__iter__(self),)
-
-    def read(self) -> tuple[Tensor, ...]:
-        """Return the pieces, whose sizes are guards from now on."""
-        self.sizes.read()
-        return self.plain()
-
-
-def _plain(value: Any) -> Any:
-    return value.read() if isinstance(value, (_Sizes, _Pieces)) else value
-
-
-@dataclass(frozen=True)
-class Prologue:
-    """The calls that one forward needs of a batch, in order, and the numbers of the tensors that they give to
-    the program; the batch's own leaves come first."""
-
-    calls: tuple[_Call, ...]
-    inputs: tuple[int, ...]
-
-    def __call__(self, leaves: Sequence[Any], seed: int = 0) -> list[Tensor] | None:
-        """The inputs that a batch gives, with random numbers from a seed; None where the forward would go
-        another way for it."""
-        values: dict[int, Any] = dict(enumerate(leaves))
-        drawing = any(call.draws for call in self.calls)
-        with torch.no_grad(), Stream(seed).running() if drawing else contextlib.nullcontext():
-            for call in self.calls:
-                read = [values[n] for n in call.reads if n not in call.written]
-                versions = [x._version for x in read if isinstance(x, Tensor)]
-                try:
-                    result = call.run(values)
-                except CaptureError:
-                    raise
-                except Exception:  # a capture of this batch will say what is wrong
-                    return None
-                if call.expected is not None:
-                    result = pytree.tree_map(_dense, result)
-                    if call.description(result)[: len(call.expected)] != call.expected:
-                        return None
-                    if call.total is not None and sum(result) != call.total:
-                        return None
-                if versions != [x._version for x in read if isinstance(x, Tensor)]:
-                    raise CaptureError(
-                        f"{call.function.__name__} of the model changes its arguments for this batch: let it "
-                        "return new tensors."
-                    )
-                found = call.numbered(result)
-                if len(found) != len(call.results):
-                    return None
-                values.update(zip(call.results, found, strict=True))
-        return [values[number] for number in self.inputs]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Functions that run as they are: not traced, and called again for each batch.
+_MADE_OF_NUMBERS: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class _NotAloneError(Exception):
@@ -262,10 +95,6 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The watch over a forward: what comes from the batch alone, and where its values are needed.
-
-
 @dataclass
 class _Known:
     """A traced tensor that comes from the batch alone, its number, and a tensor like it without values;
@@ -283,7 +112,7 @@ class HostValues(TorchFunctionMode):
 
     model: nn.Module
     leaves: Sequence[Any]
-    _calls: list[_Call] = field(default_factory=list)
+    _calls: list[PrologueCall] = field(default_factory=list)
     _values: dict[int, Any] = field(default_factory=dict)  # of numbers, as far as they were made
     _known: dict[int, _Known] = field(default_factory=dict)  # by the traced tensor's id
     _lost: set[int] = field(default_factory=set)  # storages into which something unknown was written
@@ -323,27 +152,27 @@ class HostValues(TorchFunctionMode):
         if (
             traced
             and func in _SPLITS
-            and any(isinstance(x, _Sizes) for x in args[1:2])
+            and any(isinstance(x, ReadSizes) for x in args[1:2])
             and not self._is_known(args[0])
         ):
             return self._split(func, args[1], args, kwargs)
-        if traced and func in _JOINS and isinstance(args[0], _Pieces):
+        if traced and func in _JOINS and isinstance(args[0], SplitPieces):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             joined = args[0].plain()
             if dim % joined[0].dim() == args[0].dim:
                 args = (joined, *args[1:])
-        args = tuple(map(_plain, args))
-        kwargs = {name: _plain(value) for name, value in kwargs.items()}
+        args = tuple(map(read_plain, args))
+        kwargs = {name: read_plain(value) for name, value in kwargs.items()}
         if not traced:
             return func(*args, **kwargs)
         if drawn := drawn_in((args, kwargs)):
-            if func in _COPIES:
+            if func in _MADE_OF_NUMBERS:
                 return self.compute(torch.tensor, args, {k: v for k, v in kwargs.items() if k != "device"})
             inputs = {id(x): self.compute(as_operand, (x,), {}) for x in drawn}
             args, kwargs = pytree.tree_map_only(Drawn, lambda x: inputs[id(x)], (args, kwargs))
         if func in _INDEXED and not puts_alike(func, args):
             args = (args[0], self._plain_index(args[1], args[0]), *args[2:])
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if not all(map(self._is_known, tensors)):
             args, kwargs = self._with_numbers(func, args, kwargs, tensors)
             result, written = _watched(func, args, kwargs, tensors)
@@ -356,14 +185,14 @@ class HostValues(TorchFunctionMode):
                 with contextlib.suppress(_NotAloneError):
                     return self._on_host(func, args, kwargs)
         result, written = _watched(func, args, kwargs, tensors)
-        made = _tensors(result)
+        made = tensors_in(result)
         if made or written:
             self._record(func, args, kwargs, made, written)
         return result
 
     def call(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function of the model's on the host, if it reads values, and of the batch alone, or draws."""
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         within = self._inside or (self._tries and not tensors)
         if within or not all(map(self._is_known, tensors)):
             return theirs(*args, **kwargs)
@@ -407,7 +236,7 @@ class HostValues(TorchFunctionMode):
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute with numbers that are drawn."""
-        if not all(map(self._is_known, _tensors((args, kwargs)))):
+        if not all(map(self._is_known, tensors_in((args, kwargs)))):
             raise DecidesError
         return self._on_host(function, args, kwargs, numbers=True)
 
@@ -415,10 +244,10 @@ class HostValues(TorchFunctionMode):
         """Return the tensor of an array."""
         return self.compute(torch.tensor, (array,), {}) if isinstance(array, Drawn) else theirs(array)
 
-    def _split(self, func: Callable[..., Any], sizes: _Sizes, args: Any, kwargs: Any) -> Any:
+    def _split(self, func: Callable[..., Any], sizes: ReadSizes, args: Any, kwargs: Any) -> Any:
         """Split a tensor in the trace; the sizes do not matter if its pieces are only put together again."""
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
-        pieces = _Pieces(func(args[0], sizes.plain(), *args[2:], **kwargs))
+        pieces = SplitPieces(func(args[0], sizes.plain(), *args[2:], **kwargs))
         pieces.sizes, pieces.dim, sizes.call.total = sizes, dim, args[0].shape[dim]
         return pieces
 
@@ -501,12 +330,12 @@ class HostValues(TorchFunctionMode):
             return torch.empty_strided(shape, stride, dtype=of.dtype)
 
     def _placed(self, tree: Any) -> Any:
-        tree = pytree.tree_map_only(Drawn, lambda x: _Place(x.number), tree)
-        return pytree.tree_map_only(Tensor, lambda x: _Place(self._known[id(x)].number), tree)
+        tree = pytree.tree_map_only(Drawn, lambda x: PrologueValue(x.number), tree)
+        return pytree.tree_map_only(Tensor, lambda x: PrologueValue(self._known[id(x)].number), tree)
 
     def _is_drawn(self, tree: Any) -> bool:
         """Return whether what a call is given depends on random numbers."""
-        return bool(drawn_in(tree)) or any(self._known[id(x)].drawn for x in _tensors(tree))
+        return bool(drawn_in(tree)) or any(self._known[id(x)].drawn for x in tensors_in(tree))
 
     def _lose(self, written: Sequence[Tensor]) -> None:
         storages = {_storage(known.traced) for known in self._known.values()} if written else set()
@@ -532,7 +361,7 @@ class HostValues(TorchFunctionMode):
         )
         numbers = tuple(range(self._count, self._count + len(results)))
         self._count += len(results)
-        call = _Call(func, args, kwargs, numbers, tuple(touched))
+        call = PrologueCall(func, args, kwargs, numbers, tuple(touched))
         for number, traced in zip(numbers, results, strict=True):
             self._known[id(traced)] = _Known(traced, number, self._twin(traced), drawn)
         if written:  # what reads these tensors, as they were before, comes first
@@ -545,7 +374,7 @@ class HostValues(TorchFunctionMode):
 
     # How values are made.
 
-    def _make(self, call: _Call) -> None:
+    def _make(self, call: PrologueCall) -> None:
         """Make a call for real, and those that it needs."""
         needed, pending = set(call.reads), [call]
         for earlier in reversed(self._calls):
@@ -558,7 +387,7 @@ class HostValues(TorchFunctionMode):
                 result = each.run(self._values)
             if stream.draws:
                 raise DecidesError
-            self._values.update(zip(each.results, _tensors(result), strict=True))
+            self._values.update(zip(each.results, tensors_in(result), strict=True))
             each.made = True
 
     def _real(self, number: int) -> Any:
@@ -572,14 +401,14 @@ class HostValues(TorchFunctionMode):
         """Make a call for real now: its numbers are guards, its tensors inputs of the program. ``alone``: a
         function of the model's. ``numbers``: one that may give numbers, too, of what is drawn."""
         given_args, given_kwargs = self._placed((args, kwargs))
-        call = _Call(func, given_args, given_kwargs, (), drawn=self._is_drawn((args, kwargs)))
+        call = PrologueCall(func, given_args, given_kwargs, (), drawn=self._is_drawn((args, kwargs)))
         if call.drawn and not (alone or numbers):
             raise DecidesError
         given = [real for number in call.reads if isinstance(real := self._real(number), Tensor)]
         watch, before, held = _Alone(given, self._made), _identity((args, kwargs)), self._attributes()
         try:
             with self._aside(), watch, self._stream.running():
-                result = pytree.tree_map(_dense, call.run(self._values))
+                result = pytree.tree_map(as_contiguous, call.run(self._values))
         except (_NotAloneError, CaptureError):
             raise
         except Exception:
@@ -598,7 +427,7 @@ class HostValues(TorchFunctionMode):
             )
         if call.drawn and not all(isinstance(leaf, DRAWN if numbers else ARRAYS) for leaf in leaves):
             raise DecidesError if numbers else _NotAloneError
-        if not call.drawn and not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        if not call.drawn and not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
             raise _NotAloneError
         call.expected, call.made = call.description(result), True
         call.results = tuple(range(self._count, self._count + len(call.numbered(result))))
@@ -608,7 +437,7 @@ class HostValues(TorchFunctionMode):
             standing = [self._standing(*of) for of in zip(call.results, leaves, strict=True)]
             return pytree.tree_unflatten(standing, pytree.tree_structure(result))
         if isinstance(result, list) and result and all(type(x) is int for x in result):
-            return _Sizes(result, call)
+            return ReadSizes(result, call)
         places = iter(call.results)
         return pytree.tree_map_only(Tensor, lambda x: self._input(next(places), x), result)
 
@@ -709,10 +538,6 @@ def own_functions(model: nn.Module) -> Iterator[tuple[Any, str]]:
         for name, value in list(vars(owner).items()):
             if isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("__"):
                 yield owner, name
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

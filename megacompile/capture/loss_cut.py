@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.host_values import own_functions
 from megacompile.capture.patches import Patch, replaced, unpatched
-from megacompile.capture.refusals import none_refused, outside_tracing
+from megacompile.capture.refused_calls import none_refused, outside_tracing
 from megacompile.errors import CaptureError, UntraceableError
 from megacompile.units import format_bytes
 
-_NAME = "loss_function"
+_LOSS_FUNCTION = "loss_function"
 _READ = (Tensor.dtype, Tensor.device, Tensor.requires_grad, Tensor._version, Tensor.untyped_storage)
 
 
@@ -40,7 +40,7 @@ class Withheld:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LossCall:
     """A call that runs outside, with or without gradients, and what the forward knew of its result."""
 
     function: Any
@@ -54,7 +54,7 @@ class _Call:
 class LossCall:
     """The calls that give a loss, in order, and its name among what they return."""
 
-    calls: tuple[_Call, ...]
+    calls: tuple[_LossCall, ...]
     name: Any
     cut: LossCut
 
@@ -76,7 +76,7 @@ class LossCall:
         return loss
 
 
-for _kind in (_Call, LossCall):
+for _kind in (_LossCall, LossCall):
     pytree.register_dataclass(_kind, field_names=list(_kind.__dataclass_fields__))
 
 
@@ -107,7 +107,7 @@ class LossCut:
     original: nn.Module
     nbytes: int = 0
     _traced: nn.Module | None = None
-    _calls: list[_Call] = field(default_factory=list)
+    _calls: list[_LossCall] = field(default_factory=list)
     _values: dict[Any, Any] = field(default_factory=dict)  # of what is withheld, for made-up arguments
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
@@ -121,12 +121,14 @@ class LossCut:
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCall:
         """Trace a forward, and return the calls of its loss."""
-        owners = {k for m in model.modules() for k in type(m).__mro__ if _NAME in vars(k)}
+        owners = {k for m in model.modules() for k in type(m).__mro__ if _LOSS_FUNCTION in vars(k)}
         why = "it runs outside of the program"
-        patches = [Patch(kind, _NAME, self._recorder(vars(kind)[_NAME]), why) for kind in owners]
+        patches = [
+            Patch(kind, _LOSS_FUNCTION, self._recorder(vars(kind)[_LOSS_FUNCTION]), why) for kind in owners
+        ]
         plain = {type(m) for m in model.modules() if next(m.parameters(), None) is None}
         others = [*own_functions(model), *((kind, "forward") for kind in plain)]
-        patches += [Patch(*of, self._given, why) for of in others if of[1] != _NAME]
+        patches += [Patch(*of, self._given, why) for of in others if of[1] != _LOSS_FUNCTION]
         self._traced, self._values = model, dict(self.example)
         self._calls.clear()
         with replaced(patches):
@@ -134,7 +136,9 @@ class LossCut:
         returned = outputs.get("loss") if hasattr(outputs, "get") else outputs[0]
         if not isinstance(returned, _Later):
             raise UntraceableError("The forward does not compute its loss outside of the program.")
-        self.nbytes = sum(x.nbytes for x in _tensors([(call.args, call.kwargs) for call in self._calls]))
+        self.nbytes = sum(
+            x.nbytes for x in _tensor_leaves([(call.args, call.kwargs) for call in self._calls])
+        )
         return LossCall(tuple(self._calls), returned.withheld.name, self)
 
     def _recorder(self, theirs: Any) -> property:
@@ -175,10 +179,10 @@ class LossCut:
                 raise UntraceableError(
                     "The loss reads parameters, or tensors of the trace, around the program."
                 )
-            if any(x._version for x in _tensors((real_args, real_kwargs))):
+            if any(x._version for x in _tensor_leaves((real_args, real_kwargs))):
                 raise UntraceableError("The loss writes into what it is given.")
             self._values |= {(number, place): leaf for place, leaf in found.items()}
-            self._calls.append(_Call(function, args, kwargs, gradients, _known(found)))
+            self._calls.append(_LossCall(function, args, kwargs, gradients, _known(found)))
 
             def later(place: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
@@ -222,7 +226,7 @@ def _known(found: Mapping[Any, Any]) -> dict[Any, Any]:
     return {place: Tensor if isinstance(leaf, Tensor) else leaf for place, leaf in found.items()}
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

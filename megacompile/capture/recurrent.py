@@ -29,7 +29,7 @@ def lstm(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tu
     _refuse_packed(hx, weights)
     hidden, cells = hx
     projected = hidden.shape[2] != cells.shape[2]
-    return _layers("lstm", input, hidden, cells, weights, *options, projected=projected)
+    return _recurrent_layers("lstm", input, hidden, cells, weights, *options, projected=projected)
 
 
 def without_cells(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -37,7 +37,7 @@ def without_cells(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def run(theirs: Any, input: Tensor, hx: Any, weights: Any, *options: Any) -> tuple[Tensor, Tensor]:
         _refuse_packed(hx, weights)
-        output, hidden, _ = _layers(kind, input, hx, None, weights, *options)
+        output, hidden, _ = _recurrent_layers(kind, input, hx, None, weights, *options)
         return output, hidden
 
     return run
@@ -54,7 +54,7 @@ def _refuse_packed(hx: Any, weights: Any) -> None:
         raise CaptureError(PACKED)
 
 
-def _layers(
+def _recurrent_layers(
     kind: str,
     input: Tensor,
     hidden: Tensor,

@@ -1,4 +1,14 @@
-"""Trace equal layers once: later ones run their Python, and their calls are compared with the first's."""
+"""Trace equal layers once: later ones run their Python, and their calls are compared with the first's.
+
+Of the layers of a list the first of each kind is traced, and its calls of torch's functions are noted, with
+their arguments and results. The forward of a later layer of the kind runs, too, all of its Python: whatever
+it branches on, counts or hooks is as it was. But where it calls the function that the first called, with
+equal constants and with tensors that stand where the first's stood, it gets the first's result, and nothing
+is traced. What it returns comes from one operator, ``LAYER``, in whose place the graph is written with the
+first's operators, on this layer's tensors. A call that differs, a tensor that leaves a layer otherwise than
+as its result, a graph in which an operator writes: then the whole model is traced, layer by layer
+(:class:`LayersDifferError`).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacompile.capture.patches import Patch
-from megacompile.capture.refusals import writes
+from megacompile.capture.side_effects import writes
 from megacompile.kernels.registry import OpSpec, declare
-
-# ------------------------------------------------------------------------------------------------------------
-# Equal layers: what torch's tracing of one costs, the others are spared.
-#
-# Of the layers of a list the first of each kind is traced, and its calls of torch's functions are noted, with
-# their arguments and results. The forward of a later layer of the kind runs, too, all of its Python: whatever
-# it branches on, counts or hooks is as it was. But where it calls the function that the first called, with
-# equal constants and with tensors that stand where the first's stood, it gets the first's result, and nothing
-# is traced. What it returns comes from one operator, ``LAYER``, in whose place the graph is written with the
-# first's operators, on this layer's tensors. A call that differs, a tensor that leaves a layer otherwise than
-# as its result, a graph in which an operator writes: then the whole model is traced, layer by layer
-# (:class:`LayersDifferError`).
-
 
 _FEWEST = 3  # layers of a list; of two, the first and the last differ as a rule
 _FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # of a graph's constants
-_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
 class LayersDifferError(BaseException):
@@ -92,9 +89,9 @@ class _Noting(TorchFunctionMode):
             or func in _FACTORIES
         ):
             first.repeats = False
-        results = list(_tensors(out))
+        results = list(_tensors_within(out))
         if (results or fills) and first.repeats:
-            for x in _tensors((args, kwargs)):
+            for x in _tensors_within((args, kwargs)):
                 if id(x) not in first.inner:
                     first.around[id(x)] = x
                     first.repeats &= not _is_wrapper(x)  # which would be given the mark
@@ -120,7 +117,7 @@ class _Following(TorchFunctionMode):
                 self._next = next(self._calls, None)
                 return _mapped(lambda x: self._own.get(id(x), x), out)
         out = func(*args, **kwargs)
-        if any(True for _ in _tensors(out)):
+        if any(True for _ in _tensors_within(out)):
             raise LayersDifferError
         return out
 
@@ -135,7 +132,7 @@ class _Following(TorchFunctionMode):
         if isinstance(noted, Tensor):
             if id(noted) in self._first.inner or not isinstance(own, Tensor):
                 return noted is own
-            if id(own) in self._first.inner or _form(noted) != _form(own):
+            if id(own) in self._first.inner or _tensor_layout(noted) != _tensor_layout(own):
                 return False
             return self._own.setdefault(id(noted), own) is own
         if type(noted) is not type(own):
@@ -147,10 +144,10 @@ class _Following(TorchFunctionMode):
         if isinstance(noted, slice):
             parts = ((s.start, s.stop, s.step) for s in (noted, own))
             return self._same(*parts)
-        return noted is own or (isinstance(noted, _PLAIN) and repr(noted) == repr(own))
+        return noted is own or (isinstance(noted, _CONSTANTS) and repr(noted) == repr(own))
 
 
-def _form(x: Tensor) -> tuple[Any, ...]:
+def _tensor_layout(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
 
 
@@ -165,16 +162,16 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors_within(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from _tensors_within(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from _tensors_within(list(value.values()))
     elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))
+        yield from _tensors_within((value.start, value.stop, value.step))
 
 
 class RepeatedLayers:
@@ -196,7 +193,7 @@ class RepeatedLayers:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if self._inside or transformed or id(vars(module)) not in self._layers:
             return theirs(module, *args, **kwargs)
-        key = _kind(theirs, module, args, kwargs)
+        key = _layer_kind(theirs, module, args, kwargs)
         first = self._firsts.get(key)
         self._inside = True
         try:
@@ -234,20 +231,21 @@ class RepeatedLayers:
         return _returned(first, out, around)
 
 
-def _kind(theirs: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _layer_kind(theirs: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what layers have in common that are likely to be equal: whether they are, their calls tell."""
     settings = [(path, type(each).__name__, _settings(each)) for path, each in module.named_modules()]
     modes = tuple(map(id, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     forms = tuple(
-        _form(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, _PLAIN) else id(x) for x in leaves
+        _tensor_layout(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, _CONSTANTS) else id(x)
+        for x in leaves
     )
     return repr(settings), modes, str(spec), forms, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     """The plain attributes of a module but for its place among others."""
-    own = ((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN))
+    own = ((k, v) for k, v in vars(module).items() if isinstance(v, _CONSTANTS))
     return [(k, v) for k, v in own if not k.endswith(("idx", "id", "index"))]
 
 
@@ -262,7 +260,7 @@ def _returned(first: _First, out: Any, around: list[Tensor]) -> Any:
     results = _inner_results(first, out)
     marked = LAYER(first.number, around, results) if results else []
     own = {id(x): new for x, new in zip(results, marked, strict=True)}
-    if any(_form(x)[1:] != _form(new)[1:] for x, new in zip(results, marked, strict=True)):
+    if any(_tensor_layout(x)[1:] != _tensor_layout(new)[1:] for x, new in zip(results, marked, strict=True)):
         raise LayersDifferError
     return pytree.tree_map(lambda x: own.get(id(x), x), out)
 

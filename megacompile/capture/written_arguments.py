@@ -32,13 +32,13 @@ def return_writes(graph: fx.Graph) -> None:
         if not isinstance(target, torch._ops.OpOverload) or not is_of_others(target):
             continue
         if target._schema.is_mutable and (twin := _twin(target)) is not None:
-            _call(graph, node, twin)
+            _call_twin(graph, node, twin)
 
 
-def _call(graph: fx.Graph, node: fx.Node, twin: Any) -> None:
+def _call_twin(graph: fx.Graph, node: fx.Node, twin: Any) -> None:
     target: Any = node.target
     given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    written: list[Any] = [given[n] for n in _written(target) if given.get(n) is not None]
+    written: list[Any] = [given[n] for n in _written_names(target) if given.get(n) is not None]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     value = node.meta.get("val")
     with next(x.meta["val"] for x in written).fake_mode:
@@ -64,7 +64,7 @@ def _call(graph: fx.Graph, node: fx.Node, twin: Any) -> None:
     graph.erase_node(node)
 
 
-def _written(target: Any) -> list[str]:
+def _written_names(target: Any) -> list[str]:
     """The names of the arguments into which an operator writes."""
     arguments = target._schema.arguments
     return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -74,7 +74,7 @@ def _written(target: Any) -> list[str]:
 def _twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """Define the operator that returns the written arguments, then the results; None where lists are written,
     or results are no new tensors."""
-    schema, written = target._schema, _written(target)
+    schema, written = target._schema, _written_names(target)
     types = {str(a.type) for a in schema.arguments if a.name in written}
     if not types <= _TENSORS or any(str(r.type) != "Tensor" or r.alias_info for r in schema.returns):
         return None

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from megacompile.api.pretrained import auto_class
-from megacompile.capture.quantized_weights import BlockCoding, RowCoding, WeightCoding, plan_as
+from megacompile.capture.quantized_weights import plan_as
+from megacompile.capture.weight_codings import BlockCoding, RowCoding, WeightCoding
 from megacompile.cli.presets import Preset, find_model, model_type
 from megacompile.errors import MegacompileError
 from megacompile.state.torch_optimizer import Several

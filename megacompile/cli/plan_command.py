@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megacompile.api.pipeline import prove
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.cli.alternatives import ways_out
 from megacompile.cli.answer_json import as_json
 from megacompile.cli.answer_text import Extras, render, rolls_out

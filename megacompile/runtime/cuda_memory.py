@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacompile.capture import sdpa
 from megacompile.errors import BudgetError
 from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages, Request
+from megacompile.kernels import torch_sdpa
 from megacompile.runtime.cuda_streams import CudaApi
 from megacompile.runtime.device_failures import failure_of, first_line
 from megacompile.runtime.pinned_memory import PageLocked, first_page, page_lock, page_unlock
@@ -350,8 +350,8 @@ def _warm_up(device: torch.device, compute: Any) -> None:
             if torch.cuda.get_device_capability(device) >= _FLASH_FROM:
                 for width in _HEAD_WIDTHS:
                     heads = torch.ones(1, 4, 128, width, dtype=torch.bfloat16, device=device)
-                    out, lse = sdpa.forward(heads, heads, heads, None, True, 1.0)
-                    sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
+                    out, lse = torch_sdpa.forward(heads, heads, heads, None, True, 1.0)
+                    torch_sdpa.backward(out, heads, heads, heads, out, lse, None, True, 1.0)
         torch.cuda.synchronize(device)
     finally:
         _drop_workspaces()

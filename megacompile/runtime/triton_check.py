@@ -12,7 +12,7 @@ import torch
 
 from megacompile.errors import MegacompileError
 from megacompile.kernels import _triton
-from megacompile.kernels.random_numbers import dropout_triton
+from megacompile.kernels.dropout import dropout_triton
 
 
 def check_triton(device: torch.device, *, needed: bool) -> bool:

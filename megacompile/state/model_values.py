@@ -21,14 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.capture.module_wrappers import unwrapped
-from megacompile.capture.quantized_weights import (
-    copied_weight,
-    is_coded,
-    is_packed,
-    settle,
-    stored_shape,
-    stored_value,
-)
+from megacompile.capture.quantized_weights import copied_weight, is_coded, stored_shape, stored_value
+from megacompile.capture.weight_codings import is_packed, settle
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.state.host_arena import trim_heap
 from megacompile.state.masters import HostState, Weights, computed, empty, is_exact, set_value

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import megacompile
 from megacompile.blocks import cpu_products
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
 from megacompile.state.master_layout import slot_view

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.capture.quantized_weights import settle, stored_value
+from megacompile.capture.quantized_weights import stored_value
+from megacompile.capture.weight_codings import settle
 from tests.e2e.test_trainer import assert_same_logs, logs, trainer
 from tests.e2e.test_trl import sft
 from tests.support.coded_weights import (

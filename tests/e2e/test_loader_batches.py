@@ -110,7 +110,7 @@ def test_a_loader_of_one_tensor_gives_one_batch() -> None:
 
 def test_a_parameter_that_is_kept_in_float32_is_not_cast() -> None:
     """A product with it is one in float32."""
-    from megacompile.capture.patches import MixedDtypes
+    from megacompile.capture.mixed_dtypes import MixedDtypes
 
     x = torch.randn(2, 4)
     with MixedDtypes():

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks.memory_meter import StorageMeter, scratch
-from megacompile.capture import sdpa
-from megacompile.kernels import _triton
+from megacompile.kernels import _triton, torch_sdpa
 from megacompile.kernels.linear_cross_entropy import add_product_
 from megacompile.runtime.cuda_memory import set_allocator
 
@@ -67,7 +66,7 @@ def test_flash_attention_takes_what_the_formula_says(shape: Shape) -> None:
     assert 0 <= peak - results - formula < ROUNDING
     seed = torch.empty(2, dtype=torch.uint64, device="cuda")
     given = (grad, q, k, v, out, lse)
-    with sdpa._deterministic():
+    with torch_sdpa._deterministic():
         peak, results = asked_for(
             lambda: aten._scaled_dot_product_flash_attention_backward(
                 *given, None, None, shape[3], shape[3], 0.0, True, seed, seed[:0]

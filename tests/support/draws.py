@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacompile.capture.counter_rng import Draw, Numbering, draw
+from megacompile.capture.random_draws import Draw, Numbering, draw
 
 aten = torch.ops.aten
 _OUT_OF_PLACE: dict[Any, Any] = {

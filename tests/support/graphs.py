@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.capture import sdpa
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.graph.sequence_dimension import arguments
+from megacompile.kernels import attention_choice
 
 
 def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:
@@ -31,13 +31,13 @@ def paths_on_cuda(captured: Captured, dtype: torch.dtype = torch.bfloat16) -> se
     found = set()
     for call in attention_calls(captured):
         q, k, v = (call[name].meta["val"].to("meta", dtype) for name in "qkv")
-        has = sdpa.Features.of(
+        has = attention_choice.Features.of(
             call["bias"], call["sinks"], call["causal"], call["window"], call["softcap"], call["dropout_p"],
             call["bias_grad"], call["bounds"],
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Tensor, "is_cuda", property(lambda _: True))
-            found.add(sdpa.choose(q, k, v, has))
+            found.add(attention_choice.choose(q, k, v, has))
     return found
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.capture.batch import find_loss, is_transformers, read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.batch import is_transformers, read_batch
+from megacompile.capture.loss_value import find_loss
+from megacompile.capture.parameter_forms import parameter_forms
 from tests.support.reference import Trace, train_eager
 from tests.support.zoo import Case
 

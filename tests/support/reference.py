@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api.program import Program
-from megacompile.capture.batch import apply_loss, divide, find_loss, micro_weights, read_batch
+from megacompile.capture.batch import micro_weights, read_batch
+from megacompile.capture.loss_value import apply_loss, divide, find_loss
 from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
 from megacompile.state.adam import adamw_step

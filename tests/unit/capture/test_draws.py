@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import CaptureError
-from megacompile.capture.counter_rng import uniform
+from megacompile.kernels.uniform import uniform_op
 from tests.support.draws import OurDraws
 from tests.support.models import Through
 from tests.support.reference import EagerTrainer, check_beside_eager
@@ -180,4 +180,4 @@ def test_other_randomness_is_refused(call: Any) -> None:
 
 
 def test_uniform_is_a_proper_operator() -> None:
-    torch.library.opcheck(uniform, (RNG, [5, 3], torch.bfloat16, 4))
+    torch.library.opcheck(uniform_op, (RNG, [5, 3], torch.bfloat16, 4))

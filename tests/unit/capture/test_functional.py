@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.capture import trace
+from megacompile.capture import functionalise, trace
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
-from megacompile.capture.trace import clean
+from megacompile.capture.exported_graph import clean
+from megacompile.capture.parameter_forms import parameter_forms
 from tests.support.zoo import cases
 
 _CASES = cases()
@@ -40,7 +40,7 @@ def _lines(found: fx.Graph) -> list[Any]:
     ]
 
 
-_FUNCTIONALISE, _BARRIERS = trace.functionalise, trace._keep_gradient_barriers
+_FUNCTIONALISE, _BARRIERS = functionalise.functionalise, functionalise._keep_gradient_barriers
 
 
 def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -57,7 +57,7 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
                     module.recompile()
             whole.append(exported.run_decompositions({}).graph)
 
-        with mock.patch.object(trace, "_keep_gradient_barriers", decompose):
+        with mock.patch.object(functionalise, "_keep_gradient_barriers", decompose):
             found = _FUNCTIONALISE(exported)
         ours = fx.Graph()
         ours.output(ours.graph_copy(found[0], {}))

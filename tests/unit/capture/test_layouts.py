@@ -21,12 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import megacompile
-from megacompile.capture import replacements, sdpa
+from megacompile.capture import replacements
 from megacompile.errors import CaptureError
-from megacompile.kernels import document_bounds
+from megacompile.kernels import document_bounds, query_chunks, torch_sdpa
 from tests.unit.kernels.test_operators import OPERATORS, _streaming, case
 
-assert sdpa
 OURS = torch.ops.megacompile
 RNG = torch.tensor([3, 0])
 CASES = OPERATORS | {"dropout": case("dropout", (3, 5), rest=(RNG, 1, 0.5))}
@@ -279,8 +278,8 @@ def test_attention_operators(data: st.DataObject) -> None:
     chunked = draw(flags)
     with pytest.MonkeyPatch.context() as patch:
         if chunked:
-            patch.setattr(sdpa, "LEAST_QUERIES", 8)
-            patch.setattr(sdpa, "MOST_BYTES", 1)
+            patch.setattr(query_chunks, "LEAST_QUERIES", 8)
+            patch.setattr(query_chunks, "MOST_BYTES", 1)
         found = OURS.attention(*laid, *constants)
         agree(found, OURS.attention(*dense(laid), *constants), dtype)
         lies_as_its_fake(OURS.attention, (*laid, *constants), 0, (), list(found))
@@ -312,9 +311,9 @@ def test_rows_for_kernels_of_a_gpu(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES[1:]))
     laid = lay(data.draw, torch.randn(2, 3, 5, 8).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sdpa, "on_gpu", lambda x: True)
-        (rows,) = sdpa._rows(laid.view)
-        (again,) = sdpa._rows(rows)
+        patch.setattr(torch_sdpa, "on_gpu", lambda x: True)
+        (rows,) = torch_sdpa._readable_rows(laid.view)
+        (again,) = torch_sdpa._readable_rows(rows)
     apart = (rows.storage_offset(), *rows.stride()[:3])
     assert rows.stride(3) == 1 and all(n * rows.element_size() % 16 == 0 for n in apart)
     assert again is rows and torch.equal(rows, laid.view)

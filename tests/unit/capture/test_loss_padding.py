@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.capture.padding import LossAtLengths, OutputsAtLengths
+from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
 from megacompile.graph.captured import Returned, returned
 
 ROWS, LENGTH, CLASSES = 2, 23, 7
@@ -170,9 +170,6 @@ def test_a_loss_function_that_computes_otherwise_from_some_length_on(function: A
 def test_a_loss_function_computes_alike_at_all_lengths(function: Any) -> None:
     loss = at_lengths(function)
     assert all(loss.computes_alike(n, padded=padded) for n in (4, 7, 4096) for padded in (False, True))
-
-
-# ---- functions whose results are wanted ------------------------------------------------------------
 
 
 def of_each(out: Any, batch: Any) -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
 from megacompile.blocks.memory_meter import StorageMeter
-from megacompile.capture.replacements import Masks, _bounds
-from megacompile.capture.sdpa import MOST_BYTES
+from megacompile.capture.attention_masks import Masks, _bounds
 from megacompile.kernels import document_bounds
 from megacompile.kernels._triton import Gpu, recording
+from megacompile.kernels.query_chunks import MOST_BYTES
 from tests.support.graphs import attention_calls, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, packed_batch
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.capture import repeated_layers
-from megacompile.capture.batch import LossFn
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.loss_value import LossFn
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured, module_stack
 

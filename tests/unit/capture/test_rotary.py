@@ -19,7 +19,7 @@ from transformers import (
 
 import megacompile
 from megacompile import CaptureError
-from megacompile.capture.patches import turning_lengths
+from megacompile.capture.rotary_frequencies import turning_lengths
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "pad_token_id": 0,

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import megacompile
 from megacompile.capture.patches import our_operators
-from megacompile.capture.sdpa import attention
 from megacompile.errors import CaptureError
+from megacompile.kernels.sdpa import attention
 from tests.support.zoo import causal, padded_batch
 
 RNG = torch.tensor([3, 0])

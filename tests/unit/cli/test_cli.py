@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
-from megacompile.capture.fingerprint import parameter_forms
 from megacompile.capture.padding import reach
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.cli import answer_text, models, plan_command
 from megacompile.cli.estimator import Study
 from megacompile.cli.largest_batch import Largest, _most, estimate_largest, largest

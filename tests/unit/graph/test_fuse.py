@@ -18,7 +18,7 @@ from megacompile import MegacompileError
 from megacompile.blocks.partition import partition
 from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import BudgetError
 from megacompile.graph import fusion_rewriter

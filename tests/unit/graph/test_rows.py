@@ -17,7 +17,7 @@ from megacompile.api import compile
 from megacompile.api.frontend import Frontend
 from megacompile.api.pipeline import Compiler
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import ProgramError
 from megacompile.graph.tile_rewriter import LEAST_PIECE, tables, tile

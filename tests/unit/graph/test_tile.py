@@ -17,7 +17,7 @@ import megacompile
 from megacompile.api.program import Program
 from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import read_batch
-from megacompile.capture.fingerprint import parameter_forms
+from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.graph.tile_rewriter import LEAST_PIECE, Family, Tiled, choose_cuts, families, tile

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megacompile.kernels import random_numbers
-from megacompile.kernels.random_numbers import GOLDEN, LOW, dropout_keys, dropout_mask, random_words
+from megacompile.kernels.dropout import dropout_mask
+from megacompile.kernels.random_numbers import GOLDEN, LOW, dropout_keys, random_words
 
 RNG = torch.tensor([42, 7])
 COUNT = 1 << 20

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacompile.kernels import attention, random_numbers
+from megacompile.kernels import attention, dropout
 
 _seen: dict[str, set[str]] = defaultdict(set)
 
@@ -76,7 +76,7 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 for module, name in (
     (attention, "flash_attention_forward"),
     (attention, "flash_attention_backward"),
-    (random_numbers, "dropout"),
+    (dropout, "dropout"),
 ):
     setattr(module, name, _recorded(name, getattr(module, name)))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from harness import DTYPES, compare, randn, strided
 
-from megacompile.capture import sdpa
+from megacompile.kernels import sdpa
 from megacompile.kernels.attention import (
     Rule,
     document_bounds,

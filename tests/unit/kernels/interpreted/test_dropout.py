@@ -2,7 +2,7 @@ import pytest
 import torch
 from harness import DTYPES
 
-from megacompile.kernels.random_numbers import dropout, dropout_mask, dropout_reference
+from megacompile.kernels.dropout import dropout, dropout_mask, dropout_reference
 
 
 @pytest.mark.parametrize("seed,base", [(0, 0), (-42, 7), (2**62 + 5, 2**40)])

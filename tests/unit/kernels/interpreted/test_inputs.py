@@ -22,12 +22,12 @@ from test_attention import eager as written_out
 from torch import Tensor
 
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference
+from megacompile.kernels.dropout import dropout, dropout_reference
 from megacompile.kernels.gated_delta import gated_delta_rule
 from megacompile.kernels.glu import clamped_glu, glu
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.mamba2 import mamba2_chunk_scan
 from megacompile.kernels.norms import add_rms_norm, layer_norm, rms_norm
-from megacompile.kernels.random_numbers import dropout, dropout_reference
 from megacompile.kernels.rope import qk_norm_rope, rope
 
 RNG = torch.tensor([5, 6])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megacompile.kernels.random_numbers import BITS, uniform, uniform_reference
+from megacompile.kernels.uniform import BITS, uniform, uniform_reference
 
 
 @pytest.mark.parametrize("dtype", BITS)

@@ -1,4 +1,9 @@
-"""Random numbers of a forward, from a counter: a recompute draws the same ones again."""
+"""Random numbers of a forward: torch's own calls in a graph, written with numbers that a recompute repeats.
+
+torch draws from a generator that advances, so that a block which runs twice would see other numbers. Ours
+are a function of (seed, site, element index), as dropout's are. The distributions are those of torch, the
+numbers are not: eager PyTorch draws others, as another seed would.
+"""
 
 from __future__ import annotations
 
@@ -10,75 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.kernels import random_numbers
-from megacompile.kernels._triton import runs_triton
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, called, declare
-
-# ------------------------------------------------------------------------------------------------------------
-# Dropout as an operator whose masks come from a counter, not from a hidden generator: element i of a call
-# depends on (seed, call site, i) alone, so a recomputed forward repeats the first one bit for bit.
-
-
-@torch.library.custom_op("megacompile::dropout", mutates_args=())
-def dropout(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
-    """Zero elements of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
-
-    ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
-    The operator is linear in ``x``, hence its own backward.
-    """
-    if runs_triton(x):
-        return random_numbers.dropout_triton(x, rng, site, p)
-    keep = random_numbers.dropout_mask(rng, site, x.shape, p, x.device)
-    return torch.where(keep, x * (1.0 / (1.0 - p)) if p < 1.0 else x, torch.zeros((), dtype=x.dtype))
-
-
-@dropout.register_fake
-def _(x: Tensor, rng: Tensor, site: int, p: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rng, ctx.site, ctx.p = inputs
-    ctx.save_for_backward(rng)
-
-
-def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    (rng,) = ctx.saved_tensors
-    return torch.ops.megacompile.dropout(grad, rng, ctx.site, ctx.p), None, None, None
-
-
-dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
-declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout_kernel"),)), draws=(1, 2)))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Random numbers of a forward: torch's own calls in a graph, written with numbers that a recompute repeats.
-#
-# torch draws from a generator that advances, so that a block which runs twice would see other numbers. Ours
-# are a function of (seed, site, element index), as dropout's are. The distributions are those of torch, the
-# numbers are not: eager PyTorch draws others, as another seed would.
-
+from megacompile.kernels.registry import called
+from megacompile.kernels.uniform import BITS
 
 aten = torch.ops.aten
 _APART = 1 << 32  # sites of draws lie beyond those of dropout and attention, which count from 0
 _LARGEST = 1 << 32  # integers that 32 random bits reach
-
-
-@torch.library.custom_op("megacompile::uniform", mutates_args=())
-def uniform(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tensor:
-    """Numbers from [0, 1) of a shape and floating-point dtype.
-
-    ``rng`` is int64 of shape [2], (seed, base site); the call's own site is ``rng[1] + site``.
-    """
-    return random_numbers.uniform(rng, shape, dtype, site)
-
-
-@uniform.register_fake
-def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=rng.device)
-
-
-declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform_kernel"),)), draws=(0, 3)))
 
 
 def site_of(target: Any, args: Sequence[Any]) -> tuple[int, int] | None:
@@ -153,7 +95,7 @@ class Draw:
 
 def draw(one: Draw) -> Any:
     """The result of a random call, in its dtype, or None where no rule knows it."""
-    rule = _RULES.get(one.target)
+    rule = _DISTRIBUTIONS.get(one.target)
     if rule is None or one.argument("generator") is not None:
         return None
     drawn = rule(one)
@@ -164,16 +106,17 @@ def draw(one: Draw) -> Any:
 
 
 def replace_draws(graph: fx.Graph, rng: fx.Node) -> None:
-    """Write the random calls that are known here with :func:`uniform`; others stay, and are refused later."""
+    """Write the random calls that are known here with :func:`~megacompile.kernels.uniform.uniform_op`; others
+    stay, and are refused later."""
     numbering = Numbering()
     for node in list(graph.nodes):
         numbering.see(node.target, node.args)
-        if node.target in _RULES:
-            _replace(graph, rng, node, numbering)
+        if node.target in _DISTRIBUTIONS:
+            _replace_draw(graph, rng, node, numbering)
 
 
-def _replace(graph: fx.Graph, rng: fx.Node, node: fx.Node, numbering: Numbering) -> None:
-    call = functools.partial(_write, graph, node)
+def _replace_draw(graph: fx.Graph, rng: fx.Node, node: fx.Node, numbering: Numbering) -> None:
+    call = functools.partial(_write_call, graph, node)
 
     def numbers(shape: list[int], dtype: torch.dtype) -> fx.Node:
         return call(torch.ops.megacompile.uniform.default, rng, shape, dtype, numbering.next())
@@ -186,7 +129,7 @@ def _replace(graph: fx.Graph, rng: fx.Node, node: fx.Node, numbering: Numbering)
         graph.erase_node(node)
 
 
-def _write(graph: fx.Graph, replaced: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _write_call(graph: fx.Graph, replaced: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call in a graph, with what it gives in fake tensors, in the place of another one."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {name: value for name, value in replaced.meta.items() if name != "tensor_meta"}
@@ -197,7 +140,7 @@ def _write(graph: fx.Graph, replaced: fx.Node, target: Any, *args: Any, **kwargs
 
 
 def _rand(one: Draw) -> Any:
-    return one.uniform(one.value.dtype) if one.value.dtype in random_numbers.BITS else None
+    return one.uniform(one.value.dtype) if one.value.dtype in BITS else None
 
 
 def _uniform(one: Draw) -> Any:
@@ -243,7 +186,7 @@ def _permutation(one: Draw) -> Any:
     return one.call(aten.argsort.default, one.uniform(torch.float64))
 
 
-_RULES: dict[Any, Callable[[Draw], Any]] = {
+_DISTRIBUTIONS: dict[Any, Callable[[Draw], Any]] = {
     aten.rand.default: _rand,
     aten.rand_like.default: _rand,
     aten.uniform.default: _uniform,

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks.memory_meter import StorageMeter
-from megacompile.capture import sdpa
-from megacompile.kernels import document_bounds
+from megacompile.kernels import document_bounds, query_chunks
 
-assert sdpa
 OURS = torch.ops.megacompile
 LENGTH, HEADS, GROUPS, WIDTH = 50, 4, 2, 8
 NOTHING = float("-inf")
@@ -80,15 +78,15 @@ def test_chunks_give_what_all_queries_at_once_do(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = results(case, dtype)
-    cut, rows = sdpa.chunks_of, []
+    cut, rows = query_chunks.chunks_of, []
 
     def seen(*given: Any) -> Any:
         rows.append(len(found := cut(*given)))
         return found
 
-    monkeypatch.setattr("megacompile.capture.sdpa.chunks_of", seen)
-    monkeypatch.setattr(sdpa, "LEAST_QUERIES", 8)
-    monkeypatch.setattr(sdpa, "MOST_BYTES", 1)
+    monkeypatch.setattr("megacompile.kernels.sdpa.chunks_of", seen)
+    monkeypatch.setattr(query_chunks, "LEAST_QUERIES", 8)
+    monkeypatch.setattr(query_chunks, "MOST_BYTES", 1)
     for at_once, chunked in zip(whole, results(case, dtype), strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         scale = at_once[at_once.isfinite()].abs().max().item() if at_once.numel() else 0.0

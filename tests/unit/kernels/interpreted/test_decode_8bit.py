@@ -2,8 +2,8 @@ import pytest
 import torch
 from harness import DTYPES
 
-from megacompile.kernels import dequantize
-from megacompile.kernels.dequantize import decode_8bit_reference, decode_8bit_triton, stored_8bit_bytes
+from megacompile.kernels import decode_8bit
+from megacompile.kernels.decode_8bit import decode_8bit_reference, decode_8bit_triton, stored_8bit_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -16,5 +16,5 @@ def test_kernel_gives_the_bits_of_the_reference(shape, dtype, monkeypatch):
     whole = decode_8bit_reference(stored, shape, dtype)
     assert torch.equal(whole, (codes * (scales.mul(1 / 127))[:, None]).to(dtype))
     assert torch.equal(decode_8bit_triton(stored, shape, dtype), whole)
-    monkeypatch.setattr(dequantize, "CHUNK", 64)
+    monkeypatch.setattr(decode_8bit, "CHUNK", 64)
     assert torch.equal(decode_8bit_reference(stored, shape, dtype), whole)

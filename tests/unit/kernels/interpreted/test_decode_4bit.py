@@ -2,8 +2,8 @@ import pytest
 import torch
 from harness import DTYPES
 
-from megacompile.kernels import dequantize
-from megacompile.kernels.dequantize import decode_4bit_reference, decode_4bit_triton, stored_4bit_bytes
+from megacompile.kernels import decode_4bit
+from megacompile.kernels.decode_4bit import decode_4bit_reference, decode_4bit_triton, stored_4bit_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -16,5 +16,5 @@ def test_kernel_gives_the_bits_of_the_reference(shape, block, dtype, monkeypatch
     assert len(stored) == stored_4bit_bytes(elements, block)
     whole = decode_4bit_reference(stored, shape, block, dtype)
     assert torch.equal(decode_4bit_triton(stored, shape, block, dtype), whole)
-    monkeypatch.setattr(dequantize, "CHUNK", 256)
+    monkeypatch.setattr(decode_4bit, "CHUNK", 256)
     assert torch.equal(decode_4bit_reference(stored, shape, block, dtype), whole)

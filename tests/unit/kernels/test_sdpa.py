@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.capture import sdpa
-from megacompile.capture.sdpa import Features
+from megacompile.kernels import attention_choice, sdpa, torch_sdpa
+from megacompile.kernels.attention_choice import Features
 
 PLAIN = Features(False, False, False, False, True, 0, 0.0)
 
@@ -33,13 +33,13 @@ class OnCuda:
 
 @pytest.fixture(autouse=True)
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "processors", lambda device: 132)
-    monkeypatch.setattr(sdpa, "arch_of", lambda x: 90)
+    monkeypatch.setattr(attention_choice, "processors", lambda device: 132)
+    monkeypatch.setattr(attention_choice, "arch_of", lambda x: 90)
 
 
 def chosen(has: Features, *, dim: int = 64, keys: int = 32, dtype: torch.dtype = torch.bfloat16) -> str:
     q, k = OnCuda((1, 4, 32, dim), dtype), OnCuda((1, 2, keys, dim), dtype)
-    return sdpa.choose(cast(Tensor, q), cast(Tensor, k), cast(Tensor, k), has)
+    return attention_choice.choose(cast(Tensor, q), cast(Tensor, k), cast(Tensor, k), has)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_torch_flash_attention_is_called_as_it_is_declared(groups: int, causal: 
     """Names, order and number of arguments and the shapes of results hold on every device."""
     q = torch.empty(2, 32, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     k = torch.empty(2, 32, groups, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    out, lse = sdpa.forward(q, k, k, None, causal, 0.1)
+    out, lse = torch_sdpa.forward(q, k, k, None, causal, 0.1)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 4, 32), torch.float32)
     before = torch.are_deterministic_algorithms_enabled()
-    grads = sdpa.backward(out, q, k, k, out, lse, None, causal, 0.1)
+    grads = torch_sdpa.backward(out, q, k, k, out, lse, None, causal, 0.1)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape] and all(g.is_contiguous() for g in grads)
     assert torch.are_deterministic_algorithms_enabled() == before
 
@@ -94,12 +94,12 @@ def test_the_backward_is_asked_to_be_deterministic(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("enough")
 
     monkeypatch.setattr(
-        sdpa, "aten", type("aten", (), {"_scaled_dot_product_flash_attention_backward": backward})
+        torch_sdpa, "aten", type("aten", (), {"_scaled_dot_product_flash_attention_backward": backward})
     )
     q = torch.empty(1, 2, 8, 64, device="meta")
     before = torch.utils.deterministic.fill_uninitialized_memory
     with pytest.raises(RuntimeError, match="enough"):
-        sdpa.backward(q, q, q, q, q, q[..., 0], None, True, 0.1)
+        torch_sdpa.backward(q, q, q, q, q, q[..., 0], None, True, 0.1)
     assert seen == [(True, False)]
     assert torch.utils.deterministic.fill_uninitialized_memory == before
     assert not torch.are_deterministic_algorithms_enabled()
@@ -171,7 +171,7 @@ def test_the_memory_efficient_path_is_the_written_out_one(
     found, efficient = [], Efficient()
     for path in ("plain", "efficient"):
         monkeypatch.setattr(sdpa, "choose", lambda *_, path=path: path)
-        monkeypatch.setattr(sdpa, "aten", efficient)
+        monkeypatch.setattr(torch_sdpa, "aten", efficient)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         leaf = None if bias is None else bias.clone().requires_grad_(trained)
         constants = 0.25, causal, window, 0.0, 0.0, 0, trained
@@ -201,7 +201,7 @@ def test_sinks_by_the_log_sum_exp_are_those_written_out(
     for run in ("plain", path):
         monkeypatch.setattr(sdpa, "choose", lambda *_, run=run: run)
         if run == "efficient":
-            monkeypatch.setattr(sdpa, "aten", Efficient())
+            monkeypatch.setattr(torch_sdpa, "aten", Efficient())
         leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
         constants = 0.25, True, 0, 0.0, 0.0, 0, False
         out, lse = torch.ops.megacompile.attention(
@@ -219,9 +219,9 @@ def test_torch_memory_efficient_attention_is_called_as_it_is_declared(bias_grad:
     q = torch.empty(2, 33, 4, 64, device="meta").transpose(1, 2)
     k = torch.empty(2, 33, 2, 64, device="meta").transpose(1, 2)
     mask = torch.empty(2, 4, 33, 33, device="meta")
-    out, lse = sdpa.efficient_forward(q, k, k, mask, True, 0.1)
+    out, lse = torch_sdpa.efficient_forward(q, k, k, mask, True, 0.1)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 33), torch.float32)
-    *grads, dmask = sdpa.efficient_backward(out, q, k, k, out, lse, mask, True, 0.1, bias_grad)
+    *grads, dmask = torch_sdpa.efficient_backward(out, q, k, k, out, lse, mask, True, 0.1, bias_grad)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
     assert (dmask.shape if dmask is not None else None) == (mask.shape if bias_grad else None)
 
@@ -233,9 +233,9 @@ def test_a_long_sequence_takes_the_kernel_that_holds_no_sums(
     heads: int, length: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's deterministic backward holds dq in FP32 five times for 32 heads, once for 132."""
-    monkeypatch.setattr(sdpa, "arch_of", lambda x: 80)
+    monkeypatch.setattr(attention_choice, "arch_of", lambda x: 80)
     q: Any = OnCuda((1, heads, length, 128))
-    assert sdpa.choose(q, q, q, PLAIN) == path
+    assert attention_choice.choose(q, q, q, PLAIN) == path
 
 
 @pytest.mark.parametrize(
@@ -245,5 +245,5 @@ def test_our_kernel_runs_where_it_was_measured_to_be_faster(
     arch: int, dim: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is missing: pip install triton")
-    monkeypatch.setattr(sdpa, "arch_of", lambda x: arch)
+    monkeypatch.setattr(attention_choice, "arch_of", lambda x: arch)
     assert chosen(PLAIN, dim=dim) == path
