@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow rehearsal gpu-carried simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
+.PHONY: demo test test-all test-slow durations rehearsal gpu-carried simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+# What each test of `make test` takes, into a committed file: compare it with the last one to see what has grown.
+durations: $(READY)
+	$(PYTEST) -m 'not slow and not nightly' --cpu --cpu-record tests/cpu_seconds.tsv
 
 test-slow: $(READY)
 	$(PYTEST) -m slow --slice $(SLICE)

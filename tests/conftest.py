@@ -20,7 +20,7 @@ from hypothesis.internal.conjecture import providers
 from tests.support import processes
 from tests.support.captures import Captures
 from tests.support.cpu import CpuSeconds
-from tests.support.slow import mark_slow
+from tests.support.slow import mark_slow_cases
 
 # Random problems are the same in every run; ``--hypothesis-profile=explore`` looks for new ones.
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -69,9 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unused = mark_slow(items)
-    if unused and [Path(argument).resolve() for argument in config.args] == [HERE]:
-        raise pytest.UsageError(f"tests/support/slow.py names no test by {min(unused)}")
+    unmatched = mark_slow_cases(items)
+    if unmatched and [Path(argument).resolve() for argument in config.args] == [HERE]:
+        raise pytest.UsageError(f"slow_cases of {min(unmatched)} matches none of its cases")
     if config.getoption("--slice"):
         part, parts = map(int, config.getoption("--slice").split("/"))
         others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts]

@@ -51,6 +51,7 @@ def least_budget(name: str, batch: Any, **options: Any) -> int:
     raise AssertionError("a budget of 1 kB was accepted")
 
 
+@pytest.mark.slow_cases(r"plenty-(?!plain)|least-(qwen3|gpt2\])")
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("budget", ["plenty", "least"])
 def test_five_clipped_steps_equal_eager(name: str, budget: str) -> None:
@@ -70,6 +71,7 @@ def test_five_clipped_steps_equal_eager(name: str, budget: str) -> None:
     assert eager.losses[-1] != eager.losses[0]
 
 
+@pytest.mark.slow_cases(r"llama")
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout"])
 def test_immediate_updates_equal_eager(name: str) -> None:
     steps = [batch_for(name, seed) for seed in range(STEPS)]
@@ -82,6 +84,7 @@ def test_immediate_updates_equal_eager(name: str) -> None:
         assert torch.equal(compiled.weights[weight], value), weight
 
 
+@pytest.mark.slow_cases(r"llama")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "plain"])
 def test_micro_batches_equal_eager_accumulation(name: str) -> None:
     steps = [[batch_for(name, 10 * s + m) for m in range(3)] for s in range(3)]

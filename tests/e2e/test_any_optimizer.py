@@ -156,6 +156,7 @@ def wide(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 96, generator=torch.Generator().manual_seed(seed))}
 
 
+@pytest.mark.slow_cases(r"(?!SGD\]|sched)")
 @pytest.mark.parametrize("name", MAKES)
 def test_trains_bitwise_as_a_plain_loop_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -454,6 +455,7 @@ def muon_beside_adamw(model: nn.Module, adamw: Callable[..., Any]) -> list[torch
     return [torch.optim.Muon(matrices, lr=0.02), adamw(others, lr=1e-2)]
 
 
+@pytest.mark.slow_cases(r"Adafactor")
 @pytest.mark.parametrize("make", [MAKES["SGD"], MAKES["Adafactor"]], ids=["SGD", "Adafactor"])
 def test_a_host_budget_is_kept_to_the_byte_and_state_beyond_it_is_on_nvme(make: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ FP32 = (
 BF16 = ("mixtral, experts without tokens", "mamba", "llama, packed")
 
 
+@pytest.mark.slow_cases(r"(?!one block|nn)")
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((n, torch.float32) for n in FP32), *((n, torch.bfloat16) for n in BF16)]
 )
@@ -37,6 +38,7 @@ def test_architecture_trains_right(name: str, dtype: torch.dtype) -> None:
         assert budget["peak_bytes"] >= 0.97 * budget["predicted_bytes"], label
 
 
+@pytest.mark.slow_cases(r"jetmoe")
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -123,6 +123,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.opened.set()
 
 
+@pytest.mark.slow_cases(r"(int[48]|resident, clipped)")
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
@@ -243,6 +244,7 @@ def test_a_writer_that_rests_is_hurried_by_who_waits(
     program.close()
 
 
+@pytest.mark.slow_cases(r"(synchronize|close|save)")
 @pytest.mark.parametrize("call", ["train_step", "synchronize", "close", "save"])
 def test_a_full_disk_is_told_by_the_next_call(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -384,6 +386,7 @@ program.save(folder / "run", wait=False)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "returns"])
 def test_the_end_of_the_process(end: str, tmp_path: Path) -> None:
     """A killed one leaves the checkpoint before; one that returns from its script ends the writing first."""

@@ -66,6 +66,7 @@ def check_gradients(name: str, dtype: torch.dtype, tolerance: float, **options: 
     return program
 
 
+@pytest.mark.slow_cases(r"(gemma3|llama)")
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "gemma3"])
 def test_gradients_are_as_good_as_bf16_eager(name: str) -> None:
     program = check_gradients(name, torch.bfloat16, TOLERANCE)
@@ -88,6 +89,7 @@ class Kept(nn.Module):
         return nn.functional.mse_loss(self.last(h), y)
 
 
+@pytest.mark.slow_cases(r"deepseek")
 @pytest.mark.parametrize("name", ["plain", "deepseek_v4"])
 def test_modules_that_keep_fp32_are_honoured(name: str) -> None:
     """As ``from_pretrained`` in bf16 does: by the strict names, not by those that are kept from fp16."""

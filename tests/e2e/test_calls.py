@@ -63,6 +63,7 @@ def defaults() -> Iterator[None]:
     adam.set_backend("auto")
 
 
+@pytest.mark.slow_cases(r"auto-")
 @pytest.mark.parametrize("state", ["fp32", "int4"])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_default_dtype_is_not_that_of_the_state(backend: Any, state: Any, defaults: None) -> None:

@@ -125,6 +125,7 @@ def assert_close(program: megacompile.Program, eager: Eager) -> None:
         torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_cases(r"(False|True-0)")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_classifier_trains_as_eager_does(momentum: float | None, tight: bool) -> None:

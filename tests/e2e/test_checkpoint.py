@@ -98,6 +98,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert output_of(RESUME, tmp_path / "a").splitlines() == [" ".join(straight[2:]), final]
 
 
+@pytest.mark.slow_cases(r"(?!lambda)")
 @pytest.mark.parametrize("kind", ["lambda", "one cycle", "chained"])
 def test_a_scheduler_whose_state_is_saved_beside_goes_on_as_well(kind: str, tmp_path: Path) -> None:
     """As the architecture page says: its state_dict in a file of the user's, loaded after the checkpoint."""
@@ -339,6 +340,7 @@ for count in itertools.count(1):
 """
 
 
+@pytest.mark.slow_cases(r"6")
 @pytest.mark.parametrize("times", [2, 6])
 def test_killed_at_any_moment_the_last_checkpoint_is_found(times: int, tmp_path: Path) -> None:
     from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot

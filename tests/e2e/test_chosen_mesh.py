@@ -75,6 +75,7 @@ def choosing(rank: int, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_the_mesh_is_the_faster_one_that_fits_and_that_of_a_checkpoint(tmp_path: Path) -> None:
     first, *others = whole(run_ranks(4, choosing, tmp_path))
     assert others == [first] * 3
@@ -127,6 +128,7 @@ def not_choosing(rank: int, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_mesh_that_is_given_or_alone_fits_is_taken_and_a_checkpoint_of_another_named(
     tmp_path: Path,
 ) -> None:

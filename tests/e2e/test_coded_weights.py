@@ -152,6 +152,7 @@ MAKERS = [
 ]
 
 
+@pytest.mark.slow_cases(r"dtype1-(?!nf4)")
 @pytest.mark.parametrize(("make", "decode"), MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_that_over_decoded_weights(make: Any, decode: Any, dtype: torch.dtype) -> None:
@@ -195,6 +196,7 @@ def in_eager(model: nn.Module) -> list[float]:
     return losses
 
 
+@pytest.mark.slow_cases(r"(torchao int8, groups|torchao float8)")
 @pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize("make", LIBRARIES)
 def test_training_is_that_of_the_library(make: Any) -> None:
@@ -334,6 +336,7 @@ def bytes_of(model: Any) -> list[Tensor]:
     return [stored_value(layer.weight) for layer in model.bases]
 
 
+@pytest.mark.slow_cases(r"(not nested|torchao)")
 @pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize("make", KEPT)
 def test_values_come_back_as_codes(make: Any, tmp_path: Path) -> None:
@@ -370,6 +373,7 @@ def of_rank(rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_ranks_share_codes() -> None:
     """Each keeps a half of them, and gets the other over the fabric."""
     assert run_ranks(2, of_rank) == [pytest.approx(of_rank(-1), rel=1e-6)] * 2

@@ -61,6 +61,7 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
                 load_machine(options.machine)
 
 
+@pytest.mark.slow_cases(r"(?!long)")
 @pytest.mark.parametrize(
     "path",
     [*PAGES[-4:-1], *(pytest.param(page, marks=pytest.mark.nightly) for page in (PAGES[-5], PAGES[-1]))],
@@ -82,6 +83,7 @@ def test_the_figures_of_a_guide_are_those_of_its_commands(
             assert any(one == line or (start != line and one.startswith(start)) for one in said), line
 
 
+@pytest.mark.slow_cases(r"(8b|70b|read|trl|trainer|rl|vision-language)")
 @pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
 def test_the_python_of_a_guide_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page, in their order, as one program: what a reader who copies them all runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.scripts import run_script
 
 SCRIPT = """
@@ -69,5 +71,6 @@ def test_a_process_ends_without_the_updates_that_nobody_can_read() -> None:
     assert updates_of_a_process("raised", 7) < LAYERS
 
 
+@pytest.mark.slow
 def test_a_dropped_program_finishes_its_updates_before_the_process_ends() -> None:
     assert updates_of_a_process("dropped", 0) == LAYERS

@@ -36,6 +36,7 @@ def preferences(kind: Any, config: Any, folder: Path, peft: bool = False, **give
     )
 
 
+@pytest.mark.slow_cases(r"(ORPO with|CPO|SimPO|TPO|of the teacher|of data|of its own)")
 @pytest.mark.parametrize(
     ("name", "given"),
     [
@@ -76,6 +77,7 @@ def distilled(kind: Any, config: Any, folder: Path, **given: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -38,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow_cases(r"gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_checkpoint_becomes_a_plain_model(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Of a run, of its checkpoint, of the program's part: masters bit for bit; tied weights too."""
@@ -67,6 +68,7 @@ def test_a_dtype(dtype: str | None, run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(v, masters[n].to(loaded.dtype)) for n, v in loaded.state_dict().items())
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_their_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
     trained(tmp_path / "run", make=lora, max_steps=2)  # the first one's learning rate is 0

@@ -71,6 +71,7 @@ def compiled(model: nn.Module, budget: str = "1MB") -> megacompile.Program:
 STEPS: list[Any] = [batch(0), batch(1), [batch(2), batch(3)], batch(4, 12), batch(5)]
 
 
+@pytest.mark.slow_cases(r"ample")
 @pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
 def test_trains_as_eager_does(tight: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, eager = Model(Tower()), Model(Tower())

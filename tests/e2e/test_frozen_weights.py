@@ -79,6 +79,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(v, theirs[n]) for n, v in ours.items())
 
 
+@pytest.mark.slow_cases(r"(1MB-(half|single)|350kB-(rounded|half))")
 @pytest.mark.parametrize(("make", "per_frozen"), [(half, 2), (rounded, 2), (single, 4)])
 @pytest.mark.parametrize("budget", ["1MB", "350kB"])
 def test_training_is_that_with_masters_of_all(
@@ -178,6 +179,7 @@ def test_values_that_would_be_rounded_are_refused_before_anything_changes() -> N
     program.close()
 
 
+@pytest.mark.slow_cases(r"(half|single)")
 @pytest.mark.parametrize("make", [half, rounded, single])
 def test_weights_of_another_program_are_mixed_in_as_torch_does(make: Callable[[], nn.Module]) -> None:
     """In the model's dtype; in FP32 also where bf16 held what the frozen ones were."""

@@ -52,6 +52,7 @@ def no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacompile.api.program.Rollout", refuse)
 
 
+@pytest.mark.slow_cases(r"gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.usefixtures("no_rollout")
 def test_tokens_are_those_of_transformers_before_and_after_steps(name: str) -> None:
@@ -84,6 +85,7 @@ def test_under_a_budget_smaller_than_the_weights() -> None:
     program.close()
 
 
+@pytest.mark.slow
 def test_beams_stopping_and_the_model_s_own_generation_config() -> None:
     model = build("llama", layers=2)
     model.generation_config.update(do_sample=True, top_k=5, eos_token_id=list(range(3, 40)))  # type: ignore[operator, union-attr]
@@ -151,6 +153,7 @@ def test_what_only_a_rollout_can_do(request: pytest.FixtureRequest) -> None:
         assert torch.equal(tokens, plain.generate(input_ids=prompts(), **NEW | {"max_new_tokens": 3}))
 
 
+@pytest.mark.slow
 def test_while_a_trainer_trains_and_after(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 

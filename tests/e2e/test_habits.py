@@ -321,6 +321,7 @@ def test_optimizer_that_holds_a_part_of_the_parameters() -> None:
     program.close()
 
 
+@pytest.mark.slow_cases(r"dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "mixed"])
 def test_models_handed_over_in_low_precision(dtype: Any) -> None:
     """Masters are FP32 whatever the model came in; fp32 compute equals eager on the widened values."""

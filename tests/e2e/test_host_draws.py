@@ -242,6 +242,7 @@ def whisper() -> tuple[nn.Module, list[Any]]:
     return transformers.WhisperForConditionalGeneration(config), given
 
 
+@pytest.mark.slow_cases(r"wav2vec2")
 @pytest.mark.filterwarnings("ignore:The loss of Wav2Vec2ForCTC cannot be traced")
 @pytest.mark.parametrize("make", [wav2vec2, hubert, whisper])
 def test_spec_augment(make: Callable[[], tuple[nn.Module, list[Any]]]) -> None:

@@ -123,6 +123,7 @@ def split_batches(sizes: list[list[int]]) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(6, 4, generator=draw), "lengths": torch.tensor(n)} for n in sizes]
 
 
+@pytest.mark.slow_cases(r"WrittenSizes")
 @pytest.mark.filterwarnings("ignore:Compiling another program")
 @pytest.mark.parametrize("kind", [Splits, WrittenSizes, Numbers])
 def test_each_of_the_values_that_decide_shapes_has_a_program(kind: type[nn.Module]) -> None:

@@ -49,6 +49,7 @@ def test_filler_changes_no_step(name: str) -> None:
         torch.testing.assert_close(value, model.get_parameter(name), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_GRIDS)
 def test_an_epoch_needs_as_many_programs_as_were_said(name: str) -> None:
     torch.manual_seed(0)

@@ -82,6 +82,7 @@ def logs(of: Any) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
 def test_sft_on_images_logs_what_trl_does_saves_and_goes_on(make: Maker, tmp_path: Path) -> None:
     """With the assistant's turns alone, the last short batch, and evaluation; each folder has the processor,
@@ -151,6 +152,7 @@ def test_a_row_whose_image_max_length_cuts_is_named_before_training(make: Maker,
 SEVERAL = ((60, 40), (112, 56), (56, 56), (56, 112), (80, 40))  # of 4 to 8 image tokens
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_on_few_programs_log_what_trl_does(tmp_path: Path) -> None:
     """The collator that fills batches up to few shapes; another count of tokens is all that it changes."""
     trainers = []
@@ -267,6 +269,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_command_trains_on_rows_that_name_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +304,7 @@ def test_the_command_fills_batches_of_several_sizes(
     assert "give the same for both" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_plans_the_largest_batch_of_several_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

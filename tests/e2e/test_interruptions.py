@@ -66,6 +66,7 @@ def sends(number: int, step: int, event: str = "on_substep_end") -> At:
     return At(event, step, lambda: os.kill(os.getpid(), number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "times"), [("train", 1), ("train", 20), ("several", 4), ("learn", 4)])
 def test_killed_at_random_moments_a_run_ends_as_the_undisturbed(
     kind: str, times: int, tmp_path: Path
@@ -172,6 +173,7 @@ def fill_at_its_steps(disk: Disk, one: Any, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(place, name, full(name, getattr(place, name)))
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def tokens(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow_cases(r"(shifted|None)")
 @pytest.mark.parametrize(("loss_fn", "outside"), [(None, False), (shifted, False), (regularised, True)])
 def test_an_epoch_of_random_lengths_needs_few_programs(
     loss_fn: Callable[..., Tensor] | None, outside: bool
@@ -205,6 +206,7 @@ def assert_predicts(
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow_cases(r"None")
 @pytest.mark.parametrize("function", [None, scores])
 def test_predictions_of_many_lengths_need_few_programs(function: Callable[..., Any] | None) -> None:
     pair = Pair()

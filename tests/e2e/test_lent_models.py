@@ -79,6 +79,7 @@ def test_after_training_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
     ours.release()
 
 
+@pytest.mark.slow
 def test_what_a_loop_of_the_user_changes_afterwards_is_what_the_trainer_evaluates(tmp_path: Path) -> None:
     losses = []
     for kind in KINDS:
@@ -97,6 +98,7 @@ def test_adapters_are_merged_after_training(tmp_path: Path) -> None:
     assert norms(ours.state_dict()) == norms(plain.state_dict())
 
 
+@pytest.mark.slow_cases(r"lora")
 @pytest.mark.parametrize("make", [None, lora])
 def test_callbacks_read_the_values_of_now(make: Any, tmp_path: Path) -> None:
     def look(model: Any) -> list[float]:
@@ -170,6 +172,7 @@ def test_a_second_trainer_takes_the_model_of_a_first_one(tmp_path: Path) -> None
         first.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [True, False])
 def test_texts_of_a_seq2seq_trainer(room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made in rollouts; or on the host, where the budget has no room for one, which is said."""

@@ -80,6 +80,7 @@ def trains_as_eager(
         torch.testing.assert_close(float(found.grad_norm), float(norm), rtol=1e-5, atol=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_cases(r"gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_long_sequence_trains_far_below_what_it_needs_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -98,6 +99,7 @@ def test_a_long_sequence_trains_far_below_what_it_needs_whole(
     assert float(program.evaluate(batch_of(24))) > 0  # a short one has no loops
 
 
+@pytest.mark.slow
 def test_a_sequence_trains_where_a_64th_of_it_fits_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, length = 8000, 256  # a length that is no size of a weight
     budget = least_whole(model_of("llama", vocabulary), batch_of(length, vocabulary), monkeypatch)
@@ -133,6 +135,7 @@ def dropping() -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases(r"dropout")
 @pytest.mark.parametrize(
     ("make", "batch", "why"),
     [

@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_model_trains_in_chunks_as_eager_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five clipped steps, dropout included; the least budget is that of chunks."""

@@ -190,6 +190,7 @@ def compiled(model: nn.Module, budget: str = "1GB", **options: Any) -> megacompi
     return megacompile.compile(model, budget, optimizer=optimizer, **given)
 
 
+@pytest.mark.slow_cases(r"(detr|mask2former|wav2vec2|\w+-least)")
 @pytest.mark.filterwarnings("ignore:The loss of .* cannot be traced")
 @pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
 @pytest.mark.parametrize("name", CASES)

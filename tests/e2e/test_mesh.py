@@ -51,6 +51,7 @@ def on_mesh(rank: int, shape: tuple[int, int], names: list[str], folder: Path, m
         return found | {"values": program.state_dict()}
 
 
+@pytest.mark.slow_cases(r"(?!2-2-1)")
 @pytest.mark.parametrize(
     ("replicas", "shards", "micro", "names"), [(2, 2, 1, NAMES), (3, 2, 1, MORE), (2, 3, 2, MORE)]
 )
@@ -85,6 +86,7 @@ def told_on_mesh(rank: int, how: str, where: str, count: int) -> str:
     return failing_rank(rank, how, where, count, mesh=init_device_mesh("cpu", (2, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where", "count"), [("killed", "all_to_all", 4), ("raises", "all_gather", 8)]
 )

@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases(r"(full|updates|NVMe, clipped)")
 @pytest.mark.parametrize("name", CASES)
 def test_trains_bitwise_as_torch_does_and_resumes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +129,7 @@ def test_a_step_that_is_left_out_changes_nothing(clipped: bool) -> None:
     pair.program.close()
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_trains_bitwise_as_a_plain_loop() -> None:
     """Routers and attention by Muon; banks of experts have three dimensions, so that AdamW has them."""
     transformers = pytest.importorskip("transformers")

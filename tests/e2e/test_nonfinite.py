@@ -83,6 +83,7 @@ def test_a_finite_gradient_is_applied_as_in_plain_torch(clip: float | None, kind
     program.close()
 
 
+@pytest.mark.slow_cases(r"bad[12]-\w+-(None|1\.0)-(two|by hand)")
 @pytest.mark.filterwarnings("ignore:Compiling another program")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip", [None, 1.0])
@@ -177,6 +178,7 @@ def test_a_loss_from_outside_is_asked_for_once(clip: float | None) -> None:
     program.close()
 
 
+@pytest.mark.slow_cases(r"(?!True-1-)")
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("kept_out", [True, False])

@@ -47,6 +47,7 @@ def states(program: Program) -> set[str]:
     return {group.state for group in program.plan.groups}
 
 
+@pytest.mark.slow_cases(r"\S+options[03]")
 @pytest.mark.parametrize(
     ("host", "where", "options"),
     [
@@ -144,6 +145,7 @@ def offloading(plan: Plan, window: int) -> Plan:
     return replace(plan, blocks=blocks, groups=groups, window=window)
 
 
+@pytest.mark.slow_cases(r"[12]")
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_offloads_to_storage_change_no_bit(window: int, tmp_path: Path) -> None:
     program = compiled("100MB")
@@ -160,6 +162,7 @@ def test_offloads_to_storage_change_no_bit(window: int, tmp_path: Path) -> None:
     assert all(torch.equal(v, got[n]) for n, v in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "gone"), [("6.1MB", 5), ("5MB", 6)])
 def test_offloads_leave_for_storage_where_ram_is_too_small_for_them(
     host: str, gone: int, tmp_path: Path
@@ -347,6 +350,7 @@ def on_rank(rank: int, folder: Path, host: str | None, options: dict[str, Any]) 
     return losses, states(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "where", "options"),
     [

@@ -21,6 +21,8 @@ from tests.e2e import test_any_optimizer as alone
 from tests.support.models import Plain
 from tests.support.ranks import run_ranks, whole
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 4, 2
 MODULES = {"Lion": "lion_pytorch", "schedule-free": "schedulefree"}
 WHOLE = ("Adafactor", "Adafactor of transformers", "the user's own")

@@ -471,6 +471,7 @@ OPERATORS: dict[str, Callable[[Block, Tensor], Tensor]] = {
 EVERY = CALLS | OPAQUE | OPERATORS
 
 
+@pytest.mark.slow_cases(r"(?!(norm|item|views)-least|sorted)")
 @pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
 @pytest.mark.parametrize("name", EVERY)
 def test_trains_as_eager_does(name: str, tight: bool) -> None:
@@ -509,6 +510,7 @@ def test_layers_share_a_block_of_plain_operators(tmp_path: Path) -> None:
     program.close()
 
 
+@pytest.mark.slow_cases(r"(?!norm\])")
 @pytest.mark.parametrize(
     "name", ["norm", "gated", "quantised", "item", "looks", "silu_operator", "norm_operator"]
 )

@@ -13,6 +13,8 @@ import torch
 from tests.support.models import build
 from tests.support.text import sentences, tokenizer
 
+pytestmark = pytest.mark.slow
+
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # each trainer would say that it was made
 trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")

@@ -173,6 +173,7 @@ def same_logs(mine: Any, plain: Any, tolerance: float = 2e-6) -> None:
         assert entry == pytest.approx(other, abs=tolerance, rel=1e-5, nan_ok=True)
 
 
+@pytest.mark.slow_cases(r"(?!old)")
 @pytest.mark.parametrize(
     "given",
     [
@@ -203,6 +204,7 @@ def test_grpo_logs_what_trl_does(given: Mapping[str, Any], tmp_path: Path) -> No
     compare(*(policy(kind, tmp_path, **given) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
 
 
+@pytest.mark.slow
 def test_grpo_under_the_least_budget_logs_what_trl_does(tmp_path: Path) -> None:
     """With old log-probabilities, an entropy bonus, and evaluation."""
     given = {
@@ -220,6 +222,7 @@ def test_grpo_under_the_least_budget_logs_what_trl_does(tmp_path: Path) -> None:
     assert 0.9 * least < mine.program.memory.device_peak_bytes <= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -250,10 +253,12 @@ def test_completions_as_long_as_they_may_get_are_planned_first(kind: str, more: 
     assert 0.9 * least < trainer.program.memory.device_peak_bytes <= least
 
 
+@pytest.mark.slow
 def test_adapters_log_what_trl_does(tmp_path: Path) -> None:
     compare(*(policy(kind, tmp_path, model=lora()) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["a copy", "adapters off", "adapters as they were"])
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
 def test_references_log_what_trl_does(kind: str, reference: str, tmp_path: Path) -> None:
@@ -276,6 +281,7 @@ def test_references_log_what_trl_does(kind: str, reference: str, tmp_path: Path)
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer", "KTOTrainer"])
 def test_a_reference_that_follows_the_policy_logs_what_trl_does(kind: str, tmp_path: Path) -> None:
     """Mixed by TRL's shares, at TRL's steps; so is what it then is."""
@@ -294,6 +300,7 @@ def test_a_reference_that_follows_the_policy_logs_what_trl_does(kind: str, tmp_p
         assert not torch.allclose(value, start.get_parameter(name), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow_cases(r"beside")
 @pytest.mark.parametrize("given", [{}, FOLLOWS], ids=["alone", "beside a reference that follows"])
 def test_a_training_goes_on_as_if_undisturbed(given: Mapping[str, Any], tmp_path: Path) -> None:
     """Also its first completions are of the weights that were saved, and its reference is as it was, where
@@ -360,6 +367,7 @@ def test_reward_model_logs_what_trl_does(tmp_path: Path) -> None:
     compare(*(preferences(kind, tmp_path) for kind in (ours.RewardTrainer, trl.RewardTrainer)))
 
 
+@pytest.mark.slow
 def test_kto_logs_what_trl_does(tmp_path: Path) -> None:
     mine, plain = (labelled(kind, tmp_path) for kind in (ours.KTOTrainer, trl.KTOTrainer))
     compare(mine, plain, 1e-5)  # its kl is of sums of hundreds
@@ -375,6 +383,7 @@ def test_completions_are_sampled_as_trl_does(tmp_path: Path) -> None:
     compare(mine, plain)
 
 
+@pytest.mark.slow
 def test_the_example_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +396,7 @@ def test_the_example_learns(
     assert rewards[0] < 0.1 and rewards[-1] > 0.4
 
 
+@pytest.mark.slow
 def test_trls_own_script_runs_with_one_import_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +460,7 @@ def early_letters_of_chats(completions: list[list[dict[str, str]]], **_: Any) ->
     return early_letters(["".join(said.get("content") or "" for said in chat) for chat in completions])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
 def test_policies_that_read_images_log_what_trl_does(make: Any, tmp_path: Path) -> None:
     """Completions are sampled; with evaluation."""
@@ -505,6 +516,7 @@ def calling(kind: Any, folder: Path) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_policy_that_calls_tools_logs_what_trl_does(tmp_path: Path) -> None:
     """Also what it samples once a tool has answered."""
     mine, plain = (calling(kind, tmp_path) for kind in (ours.GRPOTrainer, trl.GRPOTrainer))
@@ -552,6 +564,7 @@ def served(kind: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **given: An
     return policy(kind, folder, **settings | given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
 def test_a_server_is_handed_the_weights_one_by_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -565,6 +578,7 @@ def test_a_server_is_handed_the_weights_one_by_one(
     same_sent(mine, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -58,6 +58,7 @@ def trained(program: megacompile.Program) -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases(r"gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_transformers_output_with_labels_and_without_after_each_step(name: str) -> None:
     model, batch = build(name), batch_for(name)

@@ -32,6 +32,7 @@ def stored(name: str, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases(r"qwen3")
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])  # the second ties its embedding to its head
 def test_trains_as_the_loaded_model_does_and_comes_back(name: str, tmp_path: Path) -> None:
     model = stored(name, tmp_path / "in", max_shard_size="40KB")

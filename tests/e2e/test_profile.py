@@ -34,6 +34,7 @@ def test_every_block_function_is_timed_and_the_step_stays_the_same(program: mega
     program.close()
 
 
+@pytest.mark.slow
 def test_profiling_changes_nothing_that_is_trained() -> None:
     torch.manual_seed(0)
     model, batch = build("gpt2"), batch_for("gpt2")

@@ -40,6 +40,7 @@ def assert_equal(program: megacompile.Program, model: nn.Module) -> None:
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.slow_cases(r"0\.(5|15)")
 @pytest.mark.parametrize("fraction", [0.5, 0.25, 0.15])
 def test_budget_is_kept_and_predicted(fraction: float) -> None:
     model, batch = build("llama"), batch_for("llama", size=8, length=64)

@@ -74,6 +74,7 @@ def test_the_least_budget_of_all_is_one_that_suffices_and_no_less() -> None:
     assert program.memory.device_peak_bytes == max(s.peak_bytes for s in programs.values()) == least
 
 
+@pytest.mark.slow
 def test_the_program_that_needs_most_decides_how_far_weights_are_cut() -> None:
     """A budget in which training by itself would leave the head whole, and evaluation needs it in pieces."""
     budget = 2 * least_of("100kB")
@@ -145,6 +146,7 @@ def refused(rank: int) -> tuple[str, int | None]:
     return str(error.value), error.value.least_bytes
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused_alike() -> None:
     (one, least), (other, same) = run_ranks(2, refused)
     assert one == other and least == same is not None and "the least that suffices" in one

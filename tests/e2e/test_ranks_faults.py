@@ -282,6 +282,7 @@ def failing_rank(rank: int, how: str, where: str, count: int, **options: Any) ->
     return told(program, lambda: program.train_step(batch), rank, how, where, count, STALL + 30)
 
 
+@pytest.mark.slow_cases(r"killed-all_(to_all|numbers)|(raises|stalls)")
 @pytest.mark.parametrize(
     ("how", "where", "count", "words"),
     [

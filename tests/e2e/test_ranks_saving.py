@@ -122,6 +122,7 @@ def loads(rank: int, folder: Path) -> list[float]:
     return [float(loss) for loss in program.train_step(batch_for("plain", rank)).losses]
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_rank_that_dies_as_it_saves_leaves_the_checkpoint_before_it(wait: bool, tmp_path: Path) -> None:
     first, second = run_ranks(2, dying, tmp_path / "run", wait)
@@ -162,6 +163,7 @@ def goes_on(rank: int, source: Path, target: Path, form: str, nvme: Path | None)
         assert differing(target, source) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp32", "int8", "int4"])
 def test_any_number_of_ranks_reads_what_four_have_written(form: str, tmp_path: Path) -> None:
     """Masters and moments bitwise, from and into RAM and a drive."""

@@ -69,6 +69,7 @@ def with_delays(rank: int, plans: int) -> list[list[str]]:
         return [[trained(s, rank, planner=any_plan_of_ranks(seed)) for seed in range(plans)] for s in SETUPS]
 
 
+@pytest.mark.slow_cases(r"2")
 @pytest.mark.parametrize("plans", [2, pytest.param(67, marks=pytest.mark.nightly)])
 def test_plans_and_delays_change_no_bit(plans: int) -> None:
     """67 plans of three models are 200."""

@@ -43,6 +43,7 @@ def least_budget(model: nn.Module, batch: Any, **options: Any) -> int:
     return error.value.least_bytes
 
 
+@pytest.mark.slow_cases(r"gpt2-options2")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -192,6 +193,7 @@ def layers_of_8b() -> Workload:
     return replace(work, groups=tuple(groups))
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("clip", [False, True])
 def test_state_on_the_device_is_worth_more_than_activations(clip: bool) -> None:
     """What is left when activations have taken their part is less than what the state of all groups gains."""

@@ -69,6 +69,7 @@ def bytes_of(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.slow_cases(r"(0.8|100.0-dtype1)")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [100.0, 0.8])
 def test_tokens_are_transformers_and_training_goes_on_bitwise(dtype: torch.dtype, share: float) -> None:
@@ -115,6 +116,7 @@ def test_the_budget_is_held_to_the_byte() -> None:
     assert parts == [1, 3]
 
 
+@pytest.mark.slow
 def test_rows_in_parts_end_where_they_do_together() -> None:
     """Parts of other lengths are padded, and draw as rows of their own would."""
     ids = prompts(rows=8, length=20)
@@ -133,6 +135,7 @@ def test_rows_in_parts_end_where_they_do_together() -> None:
         assert rolled.generate(ids[:1], return_dict_in_generate=True, **NEW).sequences.shape[0] == 1
 
 
+@pytest.mark.slow_cases(r"10000")
 @pytest.mark.parametrize("beside", [0, 10_000])
 def test_weights_that_leave_no_room_for_one_row_are_streamed(beside: int) -> None:
     """At once, or when generating has met the budget."""
@@ -224,6 +227,7 @@ def test_too_small_a_budget_is_refused_with_the_least_one() -> None:
         least = refused.value.least_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("gpt2", 3.0), ("llama", 100.0), ("llama", 0.9)])
 def test_a_rollout_is_foretold_once_as_it_comes(
     name: str, share: float, caplog: pytest.LogCaptureFixture
@@ -246,6 +250,7 @@ def test_a_rollout_is_foretold_once_as_it_comes(
     assert said.need_bytes <= budget and said.decode_rate > 0
 
 
+@pytest.mark.slow_cases(r"dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_handed_over_by_name_within_the_budget(dtype: torch.dtype) -> None:
     """As programs compute with them; those that are kept have to fit together."""

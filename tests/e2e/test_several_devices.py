@@ -203,6 +203,7 @@ def test_state_on_the_devices_needs_no_link(two: Run) -> None:
     assert "rt.add_shard(" in mixed and "rt.push_shard(" in mixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name"),
     [
@@ -285,6 +286,7 @@ def plain_values(rank: int) -> dict[str, Tensor]:
     return build("plain", 5).state_dict()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(-1, 3, ["plain"], folder / "one")
@@ -302,6 +304,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     assert len({float(rank["evaluated"]) for rank in ranks}) == 3
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_that_of_one_process_within_rounding(tmp_path: Path) -> None:
     """Its two contributions are added in another order; a frozen block has no gradient at all."""
     run = Run(2, ["tied and frozen"], tmp_path)
@@ -361,6 +364,7 @@ def by_hand(rank: int, size: int, folder: Path) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_by_hand_and_several_shapes_are_those_of_one_process(tmp_path: Path) -> None:
     """Within rounding where each rank has several micro-batches, as in the last step."""
     ranks, one = whole(run_ranks(2, by_hand, 2, tmp_path)), by_hand(-1, 2, tmp_path)
@@ -372,6 +376,7 @@ def test_updates_by_hand_and_several_shapes_are_those_of_one_process(tmp_path: P
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_outside_and_predictions_are_those_of_one_process(tmp_path: Path) -> None:
     """A loss that is not finite on one rank keeps all from updating, and they go on."""
     ranks, one = whole(run_ranks(2, outside, 2, tmp_path)), outside(-1, 2, tmp_path)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.ranks import saved
@@ -53,6 +54,7 @@ def run(folder: Path, command: list[str], alone: bool) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_from_the_last_checkpoint_bitwise(tmp_path: Path) -> None:
     """Two ranks, one of them killed and both started again, end where one process does."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -169,6 +169,7 @@ def test_other_rows_or_another_model_of_the_same_name_are_refused(
         Path(name).write_text(text)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_asked_for_by_name_is_gone_on_from(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_checkpoint_that_is_asked_for_by_name_is_gone_on_from(
     assert "already finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [True, False])
 def test_prompts_are_answered_as_the_model_would_alone(template: bool, folder: Path) -> None:
     """By greedy generation of plain transformers; with a chat template as a user's turn, else as text."""
@@ -311,6 +313,7 @@ def test_no_bar_cuts_the_report_of_a_dry_run(folder: Path, capfd: pytest.Capture
     assert not re.search(r"0/\d+ \[00:00<\?, \?it/s\]$", printed.err), "a bar that was left open"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--use_peft=true", "--optimizer_state=int8"], ids=["LoRA", "int8"])
 def test_a_dry_run_is_of_the_adapters_and_moments_that_are_trained(
     flag: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -328,6 +331,7 @@ def test_a_dry_run_is_of_the_adapters_and_moments_that_are_trained(
     assert code == 0 and "FITS" in said
 
 
+@pytest.mark.slow
 def test_the_least_budget_trains_evaluates_and_samples_to_the_end(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,6 +350,7 @@ def test_the_least_budget_trains_evaluates_and_samples_to_the_end(
     assert "loss of held-out data" in report and "Answers after step 4" in report
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_preferences_computes_no_reference(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,6 +586,7 @@ def on_ranks(rank: int, folder: Path, given: list[str]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_does(folder: Path) -> None:
     """Losses and weights bitwise, from batches of unlike lengths; the first rank alone tells and writes."""
     given = [*SMALL, "--max_grad_norm=1e9", "--bf16=false", "--logging_steps=1"]

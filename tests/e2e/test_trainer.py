@@ -159,6 +159,7 @@ def lora_on_experts() -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases(r"LoHa|(label|compute|no|LoRA|LoKr|experts)")
 @pytest.mark.parametrize(
     "given",
     [
@@ -216,6 +217,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         plain.train(resume_from_checkpoint=str(mine))
 
 
+@pytest.mark.slow_cases(r"\{'(trainable|bias)")
 @pytest.mark.parametrize(
     "given",
     [
@@ -244,6 +246,7 @@ def test_adapters_are_saved_as_peft_saves_them(given: dict[str, Any], tmp_path: 
     assert trained and all(torch.equal(value, loaded[name]) for name, value in trained.items())
 
 
+@pytest.mark.slow_cases(r"Prefix|PromptEncoder")
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -311,6 +314,7 @@ def test_metrics_and_predictions(tmp_path: Path) -> None:
     assert mine.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_predictions_of_many_lengths_need_few_programs(tmp_path: Path) -> None:
     whole = rows(6, 3)
     cut = [{k: v[:n] for k, v in row.items()} for row, n in zip(whole, (12, 7, 9, 5, 11, 10), strict=True)]
@@ -364,6 +368,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.slow
 def test_the_batch_that_fits_is_found_in_few_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +434,7 @@ def test_a_budget_without_room_for_evaluation_is_refused_before_the_first_step(t
     assert [entry for entry in logs(enough) if "eval_loss" in entry]
 
 
+@pytest.mark.slow
 def test_planning_an_evaluation_changes_no_step(tmp_path: Path) -> None:
     """With dropout, and rows in an order that is drawn for each epoch."""
     losses = []
@@ -595,6 +601,7 @@ def test_a_list_of_optimizers_trains_as_its_members_do_upstream(
     assert len({entry["learning_rate"] for entry in steps}) > 2
 
 
+@pytest.mark.slow_cases(r"(?!adafactor|schedule)")
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "adagrad", "rmsprop", "schedule_free_adamw"])
 def test_optimizers_are_named_as_upstream_names_them(name: str, tmp_path: Path) -> None:
     """What evaluates weights that are not those it trains switches between them."""
@@ -662,6 +669,7 @@ class OwnSteps:
         return outputs.loss + 1.0, outputs.logits, inputs["labels"]
 
 
+@pytest.mark.slow_cases(r"OwnSteps")
 @pytest.mark.parametrize(
     "hooks",
     [(OwnOptimizer,), (OwnScheduler,), (OwnSteps,), (OwnSteps, Penalized)],

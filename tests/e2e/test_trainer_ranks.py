@@ -118,6 +118,7 @@ def clipped(rank: int, folder: Path) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path) -> None:
     first, second = whole(run_ranks(RANKS, clipped, tmp_path / "ranks"))
     one = clipped(-1, tmp_path / "one")
@@ -138,6 +139,7 @@ def with_more_micro_batches(rank: int, folder: Path) -> dict[str, Any]:
     return trained(rank, folder, gradient_accumulation_steps=2, max_steps=3, eval_strategy="no")
 
 
+@pytest.mark.slow
 def test_replicas_of_a_mesh_learn_what_one_does_with_their_batches(tmp_path: Path) -> None:
     first, *others = whole(run_ranks(2 * RANKS, on_a_mesh, tmp_path / "mesh"))
     expected, _ = whole(run_ranks(RANKS, with_more_micro_batches, tmp_path / "ranks"))
@@ -167,6 +169,7 @@ def with_adapters(rank: int, folder: Path, make: Callable[[], nn.Module]) -> lis
     return trained(rank, folder, make=make, max_steps=3, eval_strategy="no", **SAVING)["logs"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [virtual_tokens, saves_modules])
 def test_ranks_train_and_save_adapters_as_one_process_does(
     make: Callable[[], nn.Module], tmp_path: Path
@@ -217,6 +220,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}, {"kind": Halved}])
 def test_ranks_whose_batches_are_of_unlike_lengths_train_as_one_process(
     given: dict[str, Any], tmp_path: Path
@@ -254,6 +258,7 @@ def stopped(rank: int, folder: Path) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_behind_the_same_update(
     tmp_path: Path,
 ) -> None:
@@ -290,6 +295,7 @@ def full_disk(rank: int, folder: Path) -> tuple[int, list[str]]:
     return one.state.global_step, told
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     (steps, told), second = whole(run_ranks(RANKS, full_disk, tmp_path))
     assert steps == 8 and second == (8, [])
@@ -317,6 +323,7 @@ def fails(rank: int, folder: Path, how: str) -> str:
     return "trained on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"), [("killed", "Rank 1 is gone"), ("raises", "Rank 1 stopped: OSError: a bad disk")]
 )

@@ -116,6 +116,7 @@ def logs(of: Any) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow_cases(r"(chats|LoRA|virtual)")
 @pytest.mark.parametrize(
     ("make", "given"),
     [
@@ -136,6 +137,7 @@ def test_sft_logs_what_trl_does(
     compare([sft(kind, tmp_path, make, **given) for kind in (ours.SFTTrainer, trl.SFTTrainer)])
 
 
+@pytest.mark.slow_cases(r"(LoRA|virtual)")
 @pytest.mark.parametrize(
     ("make", "given"),
     [
@@ -179,6 +181,7 @@ def test_rows_are_not_padded_to_what_the_longest_could_be(
     assert lengths and max(lengths) <= longest < 256
 
 
+@pytest.mark.slow
 def test_dpo_beside_adapters_that_change_the_model_from_the_start(tmp_path: Path) -> None:
     """They are switched off for the reference, also of data that come after training; prompts cannot be."""
     peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
@@ -206,6 +209,7 @@ def another() -> nn.Module:
     return model.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "ref_model"),
     [
@@ -236,6 +240,7 @@ def compare_later(mine: Any, theirs: Any) -> None:
     assert found == ROUNDED(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -316,6 +321,7 @@ def test_losses_of_all_logits_are_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_trls_own_script_runs_with_one_import_changed(tmp_path: Path) -> None:
     """``trl/scripts/sft.py`` as it is installed, from a command line."""
     source = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()

@@ -260,6 +260,7 @@ def _of_rank(rank: int, place: str, steps: list[Any], folder: str) -> dict[str, 
     return state
 
 
+@pytest.mark.slow_cases(r"host")
 @pytest.mark.parametrize("place", ["host", "partly"])
 def test_two_ranks(place: str, tmp_path: Path) -> None:
     state, _ = whole(run_ranks(2, _of_rank, place, PLAIN_FIRST, str(tmp_path / "saved")))

@@ -16,6 +16,8 @@ import megacompile
 from tests.support.multimodal import fixed, sized
 from tests.support.vision_language import Case, cases
 
+pytestmark = pytest.mark.slow
+
 SIZED = cases() | sized()
 
 

@@ -128,6 +128,7 @@ def test_at_some_operators_a_step_is_repeated_bitwise(full: Full) -> None:
     check_operators(full, few=8)
 
 
+@pytest.mark.slow
 def test_at_each_operator_a_step_is_repeated_bitwise(full: Full) -> None:
     check_operators(full)
 

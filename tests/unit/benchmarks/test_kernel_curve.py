@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def noisy_walks() -> list[Tensor]:
     return list(walks)
 
 
+@pytest.mark.slow
 def test_loss_with_kernels_is_within_noise() -> None:
     data = noisy_walks()
     plain, fused = (train(SIZE, data, kernels=on) for on in (False, True))

@@ -66,6 +66,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     made.close()
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_eager_blocks_and_recomputes_are_exact(program: Program) -> None:
     """On a small model; the next test asks it of a language model."""
     assert losses(program) == pytest.approx(trained(inductor=False)[1], rel=1e-5)
@@ -74,6 +75,7 @@ def test_losses_are_those_of_eager_blocks_and_recomputes_are_exact(program: Prog
     check_recomputes(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 1e-2)])
 def test_a_model_trains_as_well_as_in_eager(dtype: torch.dtype, tolerance: float) -> None:
     """Contract 2's rule for fused kernels; and what is recomputed is what was computed, bit for bit."""
@@ -113,6 +115,7 @@ def run(function: BlockFunction, values: list[Tensor]) -> list[Tensor]:
         return function.load(CPU)([values[i] for _, i in function.inputs])
 
 
+@pytest.mark.slow
 def test_memory_of_every_function_is_what_was_predicted(program: Program) -> None:
     tried = 0
     for template, found in templates(program):
@@ -143,6 +146,7 @@ def losses(program: Program) -> list[float]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "options"), [("1GB", {}), ("20kB", {"max_grad_norm": 1.0})])
 def test_the_same_run_gives_the_same_bits(budget: str, options: dict[str, Any]) -> None:
     (state, told), (again, others) = trained(budget, **options), trained(budget, **options)
@@ -150,6 +154,7 @@ def test_the_same_run_gives_the_same_bits(budget: str, options: dict[str, Any]) 
     assert all(torch.equal(again[name], value) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_the_dump_shows_what_runs(program: Program) -> None:
     folder = program._session.compiler._dump
     assert folder is not None
@@ -158,6 +163,7 @@ def test_the_dump_shows_what_runs(program: Program) -> None:
     assert "by Inductor" in (folder / "train" / "02_policies.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["chance", "layout"])
 def test_what_would_differ_stays_plain(
     program: Program, reason: str, monkeypatch: pytest.MonkeyPatch

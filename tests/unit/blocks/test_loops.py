@@ -53,6 +53,7 @@ def functions(
     return _Cutter(template, joint, mode, None, loops=given, lean=True).run()
 
 
+@pytest.mark.slow_cases(r"(llama-1|llama f|qwen3|gemma3|gpt2)")
 @pytest.mark.parametrize(
     ("kind", "block", "chunk"),
     [
@@ -239,6 +240,7 @@ def test_several_sequences_stay_whole() -> None:
     assert not any(t.loops for t in compiled.templates)
 
 
+@pytest.mark.slow_cases(r"512")
 @pytest.mark.parametrize(("length", "counts"), [(LENGTH, [30]), (512, [4, 64, 256])])
 def test_gradients_of_weights_in_bf16_are_rounded_once(
     length: int, counts: list[int], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import pytest
 from tests.support.looped import LENGTHS, NO_PRODUCT, looped
 
 
+@pytest.mark.slow_cases(r"(BART|gpt_neox|llama, left)")
 @pytest.mark.parametrize("name", ["llama, packed", "llama, left-padded", "gpt_neox", "BART"])
 def test_loops_of_a_model_compute_what_whole_functions_do(name: str) -> None:
     """Bounds of documents; masks; a split whose parts two loops read; gradients that cancel to zero."""

@@ -99,6 +99,7 @@ def test_a_call_measured_before_is_remembered_by_multiprocessors(groups: int) ->
     assert peak(Gpu(132)) - peak(Gpu(108)) == sums(132) - sums(108)
 
 
+@pytest.mark.slow
 def test_estimates_are_for_the_card_that_is_asked_about() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is missing")
     from megacompile.cli.models import build

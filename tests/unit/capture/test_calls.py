@@ -219,6 +219,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
 }
 
 
+@pytest.mark.slow_cases(r"(scan|cond|while|flex \w+ of)")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_graph_can_hold_is_refused_by_name(name: str) -> None:
     forward, words = REFUSED[name]
@@ -246,6 +247,7 @@ TRAINED: dict[str, Forward] = {
 }
 
 
+@pytest.mark.slow_cases(r"func\.jvp")
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_stands_beside_them_trains_as_in_eager(name: str) -> None:
     torch.manual_seed(0)

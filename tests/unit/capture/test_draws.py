@@ -118,6 +118,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow_cases(r"1GB")
 @pytest.mark.parametrize("budget", ["1GB", "19kB"])
 def test_a_program_trains_as_eager_does_with_the_same_draws(budget: str) -> None:
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
     return both
 
 
+@pytest.mark.slow_cases(r"(gpt2|gemma3|GRU)")
 @pytest.mark.parametrize("name", ["llama, packed", "gpt2", "gemma3_text", "ALBERT, padded", "GRU"])
 def test_forms_decompose_as_the_whole_graph_does(name: str) -> None:
     case = _CASES[name]

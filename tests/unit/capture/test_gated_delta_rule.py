@@ -26,6 +26,7 @@ def batch(tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 def test_a_graph_does_not_grow_with_the_tokens(model: nn.Module) -> None:
     short, long = (list(graph_of(model, batch(tokens)).graph.nodes) for tokens in (40, 300))
     assert len(short) == len(long)
@@ -33,6 +34,7 @@ def test_a_graph_does_not_grow_with_the_tokens(model: nn.Module) -> None:
     assert len(calls) == model.config.layer_types.count("linear_attention") > 0
 
 
+@pytest.mark.slow_cases(r"(?!qwen3_next)")
 def test_loss_and_gradients_are_the_model_s(model: nn.Module) -> None:
     check_run(model, batch(150))
 

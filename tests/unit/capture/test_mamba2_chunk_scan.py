@@ -36,12 +36,14 @@ def scans(model: nn.Module) -> int:
     return sum(hasattr(module, "A_log") for module in model.modules())
 
 
+@pytest.mark.slow_cases(r"(?!mamba2|falcon_h1-left)")
 def test_a_graph_does_not_grow_with_the_tokens(model: nn.Module) -> None:
     short, long = (list(graph_of(model, batch(tokens)).graph.nodes) for tokens in (40, 300))
     assert len(short) == len(long)
     assert sum(node.target is SCAN for node in long) == scans(model) > 0
 
 
+@pytest.mark.slow_cases(r"(?!mamba2|falcon_h1-left)")
 @pytest.mark.parametrize("padded", [None, "left", "right"])
 def test_loss_and_gradients_are_the_model_s(model: nn.Module, padded: str | None) -> None:
     positions = torch.arange(150)

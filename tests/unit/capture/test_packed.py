@@ -28,6 +28,7 @@ def dense(self: Masks, theirs: Any, *args: Any) -> Any:
     return theirs(*args)
 
 
+@pytest.mark.slow_cases(r"mistral")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral"])
 def test_bounds_are_bitwise_the_mask(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients on a CPU, of plain causal layers, windows and softcap."""
@@ -88,6 +89,7 @@ def evaluated(model: nn.Module) -> megacompile.Program:
     )
 
 
+@pytest.mark.slow_cases(r"(llama|gemma2-(none|ones, bool|padding|4D))")
 @pytest.mark.filterwarnings("ignore:position_ids start again")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -127,6 +129,7 @@ def test_documents_that_see_each_other_are_told_of_once() -> None:
     assert "position_ids start again" in text and "attention_mask is left out" in text
 
 
+@pytest.mark.slow_cases(r"right")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_that_start_again_at_padding_are_no_documents(side: str) -> None:
     """As generate and TRL make them of a mask."""

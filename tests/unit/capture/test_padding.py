@@ -51,6 +51,7 @@ def lfm2() -> nn.Module:
     return Lfm2ForCausalLM(config).train()
 
 
+@pytest.mark.slow_cases(r"(convbert|bert|fnet|lfm2)")
 @pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2), (lfm2, 2)])
 def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) -> None:
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ def causal(family: str) -> nn.Module:
     return model.train()
 
 
+@pytest.mark.slow_cases(r"(Llama|Mamba2)")
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mamba2"])
 def test_a_length_that_is_the_size_of_another_dimension_is_padded_to(family: str) -> None:
     torch.manual_seed(0)
@@ -167,6 +169,7 @@ def train_varied(model: nn.Module, batches: list[dict[str, Any]], rel: float = 1
     program.close()
 
 
+@pytest.mark.slow_cases(r"<lambda>[12]")
 @pytest.mark.parametrize(
     "loss",
     [
@@ -181,6 +184,7 @@ def test_losses_of_the_user_s_own_do_not_see_padding(loss: Callable[[Tensor, Ten
     train_varied(llama_with(loss), [{"input_ids": i, "labels": i} for i in ids])
 
 
+@pytest.mark.slow_cases(r"<lambda>[0-2]")
 @pytest.mark.parametrize(
     "more",
     [
@@ -251,6 +255,7 @@ def convolves(cell: Any, h: Tensor, padding: int = 2, first: int = 0) -> Tensor:
     ].transpose(1, 2)
 
 
+@pytest.mark.slow_cases(r"(backwards|mix[45]|by_fours|<lambda>-False[1-9])")
 @pytest.mark.parametrize(
     ("mix", "padded"),
     [

@@ -55,6 +55,7 @@ def _both(make: Callable[[], nn.Module], inputs: dict[str, Any], **options: Any)
     return repeated, each, len(marked) - len(set(marked))
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_layers_of_a_model_are_traced_once(evaluate: bool) -> None:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig

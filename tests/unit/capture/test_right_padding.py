@@ -18,6 +18,7 @@ from tests.support.graphs import attention_calls, forward, graph_of, paths_on_cu
 from tests.support.zoo import causal, padded_batch
 
 
+@pytest.mark.slow_cases(r"(?!llama|gemma2)")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "cohere"])
 def test_padding_at_the_right_needs_no_mask(model_type: str) -> None:
     """A dense bias leaves the fast path of a GPU; padding at the left still has it."""
@@ -32,6 +33,7 @@ def test_padding_at_the_right_needs_no_mask(model_type: str) -> None:
     assert (paths_on_cuda(right), paths_on_cuda(left)) == ({"library"}, {"efficient"})
 
 
+@pytest.mark.slow_cases(r"(?!opt)")
 @pytest.mark.parametrize("model_type", ["opt", "qwen3_moe", "mamba"])
 def test_a_mask_that_more_than_attention_reads_stays(model_type: str) -> None:
     """Positions are counted by the mask, a router's loss counts tokens, a recurrence stops at it."""
@@ -40,6 +42,7 @@ def test_a_mask_that_more_than_attention_reads_stays(model_type: str) -> None:
     assert not captured.blind and "kwargs_attention_mask" in captured.inputs
 
 
+@pytest.mark.slow_cases(r"(?!llama|gemma2)")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral", "gpt2"])
 def test_losses_and_gradients_are_bitwise_those_with_the_mask(model_type: str) -> None:
     torch.manual_seed(0)
@@ -195,6 +198,7 @@ def test_attention_over_labels_alone_refutes_the_proof() -> None:
     assert not graph_of(Decoder(attends, shifted), batch, padded_right=True).blind
 
 
+@pytest.mark.slow_cases(r"4[02]")
 @pytest.mark.parametrize("more", [2, 40, 41, 42])
 def test_what_trl_reads_of_a_program_needs_no_mask(more: int) -> None:
     """Log-probabilities and metrics, and gradients from any of a loss outside of the program, bit for bit;

@@ -75,6 +75,7 @@ def train_beside_eager(model: nn.Module, batches: list[dict[str, Any]]) -> None:
     program.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [phi3, phi3_of_shared_modules, gemma3])
 def test_longrope_turns_where_transformers_does(make: Any) -> None:
     """Beyond 18 tokens the long factors count: 17 must not be padded to 24, and 19 may be."""
@@ -91,6 +92,7 @@ def test_longrope_with_positions_of_the_batch() -> None:
     train_beside_eager(phi3(), [tokens(16, position_ids=p, attention_mask=mask) for p in positions])
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_up_to_the_original_length() -> None:
     torch.manual_seed(0)
     train_beside_eager(dynamic(20), [tokens(n) for n in (16, 19, 20, 17)])

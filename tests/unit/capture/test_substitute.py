@@ -178,6 +178,7 @@ def test_attention_of_any_number_of_dimensions_is_torch_s(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SwitchTransformers", "LongT5"])
 def test_models_that_make_their_own_mask_make_it_in_a_capture_too(name: str) -> None:
     torch.manual_seed(0)

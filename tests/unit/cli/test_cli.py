@@ -119,6 +119,7 @@ def test_each_stream_accounts_for_the_whole_step(study: Study) -> None:
     assert "compute" in waits(answer.predictions[True].planned)["d2h"]
 
 
+@pytest.mark.slow
 def test_the_estimate_of_the_largest_batch_is_about_right(study: Study) -> None:
     """From a batch that fills the multiprocessors: below it attention's scratch does not grow with it."""
     answer = study.answer(replace(_question(40 * 10**6), batch=40))
@@ -347,6 +348,7 @@ def least_host_bytes(report: str) -> int:
     return parse_bytes(found[1], what="least", available=10**15)
 
 
+@pytest.mark.slow_cases(r"several1")
 @pytest.mark.parametrize("several", [(), ("--gpus", "2", "--fabric", "100")])
 def test_what_the_host_has_no_room_for_goes_to_a_drive(
     several: tuple[str, ...], plan: Callable[..., tuple[int, str, str]], tmp_path: Path
@@ -388,6 +390,7 @@ def test_json_is_strict_and_agrees(plan: Callable[..., tuple[int, str, str]], tm
     assert (tmp_path / "dump" / "train" / "09_step.py").exists()
 
 
+@pytest.mark.slow
 def test_a_rollout_is_predicted_by_what_its_forward_takes(study: Study) -> None:
     """All rows, one by one with a byte less, and blocks one by one without room for all weights."""
     model, machine = study.model.module, load_machine("rtx-4090").machine
@@ -451,6 +454,7 @@ def test_an_optimizer_of_another_library_is_planned(config: str, capsys: pytest.
     assert "must be one of adamw, muon" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_planned_over_several_cards(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -672,6 +676,7 @@ def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, out.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_micro_batches_auto_takes_the_fastest_split_that_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -697,6 +702,7 @@ def test_micro_batches_auto_takes_the_fastest_split_that_fits(
     assert alone["with_clipping"]["step_seconds"] == best
 
 
+@pytest.mark.slow_cases(r"qwen3")
 @pytest.mark.parametrize("make", [images.gemma3, images.qwen3_vl])
 def test_plan_counts_the_tower_of_a_vision_language_model(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

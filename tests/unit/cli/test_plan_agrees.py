@@ -19,6 +19,8 @@ from megacompile.hardware.catalog import load_machine
 from megacompile.state.moment_formats import StateFormat
 from tests.support.coded_weights import Linear4bit, Linear8bitLt
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4,

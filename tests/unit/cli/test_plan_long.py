@@ -12,6 +12,7 @@ from megacompile.hardware.catalog import load_machine
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
 
+@pytest.mark.slow
 def test_the_least_bytes_grow_with_what_attention_holds_of_a_token() -> None:
     """A layer's backward holds x and the residual's gradient; o, q, k, v and their gradients; log-sum-exp
     and delta; beside them cos, sin and labels."""

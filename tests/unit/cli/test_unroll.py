@@ -43,6 +43,7 @@ def small_model(kind: str) -> Model:
     return build(kind, config)
 
 
+@pytest.mark.slow_cases(r"(?!llama)")
 @pytest.mark.parametrize("kind", _MODELS)
 def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(kind)

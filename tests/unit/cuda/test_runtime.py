@@ -44,6 +44,7 @@ def train(name: str, device: str, batches: list[Any], **options: Any) -> tuple[l
     return losses, state
 
 
+@pytest.mark.slow_cases(r"llama")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -100,6 +101,7 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
     assert gpu.through > 0 and gpu.registered == 0
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("half", [False, True])
 def test_no_copy_crosses_from_one_page_locked_piece_to_another(
     gpu: FakeCuda, half: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +171,7 @@ def test_predictions_are_bitwise_those_of_the_cpu_device(gpu: FakeCuda) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found["cpu"], found["cuda"], strict=True))
 
 
+@pytest.mark.slow_cases(r"(clipped-False|immediate-True)")
 @pytest.mark.parametrize("resides", [False, True])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["immediate", "clipped"])
 def test_a_checkpoint_that_is_written_while_steps_run_is_of_its_moment(
@@ -190,6 +193,7 @@ def test_a_checkpoint_that_is_written_while_steps_run_is_of_its_moment(
         assert written == {f.name: f.read_bytes() for f in (tmp_path / f"waited {index}").iterdir()}
 
 
+@pytest.mark.slow
 def test_functions_by_inductor_run_on_the_streams(gpu: FakeCuda) -> None:
     """Their allocations are torch's; bitwise the CPU device's run."""
     losses = {}

@@ -93,6 +93,7 @@ def test_what_gains_nothing_stays(spoil: str, reason: str) -> None:
     assert [n.target for n in found.graph.nodes] == [n.target for n in graph.graph.nodes]
 
 
+@pytest.mark.slow
 def test_the_backward_keeps_no_results_of_experts_and_computes_none_again() -> None:
     model = architecture("Qwen3MoeForCausalLM")
     ids = torch.randint(3, 100, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -116,6 +117,7 @@ def _layer(graph: Captured) -> DifferentiatedTemplate:
     return differentiate(template, graph.fake_mode)
 
 
+@pytest.mark.slow
 def test_a_cut_bank_with_weights_inside_is_bitwise_the_whole_one() -> None:
     model = architecture("Qwen3MoeForCausalLM")
     ids = torch.randint(3, 8, (1, 5), generator=torch.Generator().manual_seed(0))

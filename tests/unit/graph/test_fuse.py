@@ -94,6 +94,7 @@ def record(fusions: Fusions) -> dict[str, Any]:
     return {"placed": fusions.counts, "not placed": {m: missed.count(m) for m in sorted(set(missed))}}
 
 
+@pytest.mark.slow_cases(r"(?!Llama|GPT2|Gemma3)")
 @pytest.mark.parametrize("name", sorted(_OTHERS))
 def test_placements_of_an_architecture(name: str) -> None:
     golden = json.loads(GOLDEN.read_text())
@@ -104,6 +105,7 @@ def test_placements_of_an_architecture(name: str) -> None:
         )
 
 
+@pytest.mark.slow_cases(r"(?!llama)")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2-dropout"])
 def test_programs_with_fused_kernels_compute_the_same(name: str) -> None:
     steps = [batch_for(name, seed) for seed in range(3)]
@@ -187,6 +189,7 @@ def test_logits_that_a_gradient_comes_back_from_are_not_made_twice() -> None:
     assert "is also read by" in found.near_misses[0].reason
 
 
+@pytest.mark.slow_cases(r"gemma3")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_gradients_with_fused_kernels_are_the_same(name: str) -> None:
     plain = known(name)

@@ -159,6 +159,7 @@ def trained(model: nn.Module, budget: str, habits: Habits, given: Sequence[Any],
     return losses, state, gathers
 
 
+@pytest.mark.slow_cases(r"habits(0-2|1-1)")
 @pytest.mark.parametrize("how", ["plain", "shifted", "twice"])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("habits", HABITS[:2])
@@ -173,6 +174,7 @@ def test_training_is_bitwise_that_of_eager(how: str, micro: int, habits: Habits)
         assert all(torch.equal(state[n], v) for n, v in expected.weights.items())
 
 
+@pytest.mark.slow_cases(r"(True-dtype0|False-dtype1)")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_gathered_rows_train_as_a_streamed_table(

@@ -176,6 +176,7 @@ def _experts(kind: str) -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.slow_cases(r"(?!mixtral)")
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek"])
 def test_a_cut_bank_of_experts_is_bitwise_the_whole_one(kind: str) -> None:
     model = _experts(kind)
@@ -298,6 +299,7 @@ def check_gradients(program: Program, model: nn.Module, batch: Any, *, bitwise: 
     model.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_of_256k_trains_far_below_its_table(tied: bool) -> None:
     """Table 16.8 MB, logits 16.8 MB; the budget is 5 MB."""
@@ -339,6 +341,7 @@ def test_the_least_budget_is_the_tiled_one_and_trains() -> None:
     roomy.close()
 
 
+@pytest.mark.slow
 def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     model, batch = vocabulary(65536, 32, tied=True), tokens(65536)
     exact = copy.deepcopy(model)
@@ -358,6 +361,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     program.close()
 
 
+@pytest.mark.slow
 def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the head gives to the layers below is a sum over its pieces, which bf16 would round at each."""
     for module in ("megacompile.graph.tile_rewriter", "megacompile.planner.tiling"):
@@ -491,6 +495,7 @@ def test_gpt2s_transposed_layers_train_in_pieces_of_their_inputs() -> None:
     program.close()
 
 
+@pytest.mark.slow
 def test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole() -> None:
     model, batch = gpt2(16384), tokens(96)
     exact, low = copy.deepcopy(model), copy.deepcopy(model).bfloat16()

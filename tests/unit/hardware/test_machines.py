@@ -203,6 +203,7 @@ def test_a_config_folder_works(tmp_path: Path) -> None:
     assert isinstance(model, Model) and model.parameters > 0
 
 
+@pytest.mark.slow
 def test_measuring_a_cpu_leaves_the_draws_of_the_user_alone() -> None:
     this_cpu.cache_clear()
     before = torch.get_rng_state()

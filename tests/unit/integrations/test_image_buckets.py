@@ -93,6 +93,7 @@ def natural_sizes(model: str, count: int) -> list[Sizes]:
     return rows
 
 
+@pytest.mark.slow_cases(r"(?!Qwen2\.5-VL-2)")
 @pytest.mark.parametrize(("batch_size", "before"), [(1, 170), (2, 95), (4, 50)])
 @pytest.mark.parametrize("model", MODELS)
 def test_natural_images_need_few_programs(model: str, batch_size: int, before: int) -> None:

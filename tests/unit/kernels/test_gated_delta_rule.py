@@ -66,6 +66,7 @@ def test_out_and_gradients_are_those_of_the_definition(tokens: int, normalised: 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow_cases(r".*(?<!qwen3_next\])$")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_every_model_of_transformers_means_the_same_rule(

@@ -97,6 +97,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     assert distance(results(mamba2_chunk_scan, given), expected) > 1e-3
 
 
+@pytest.mark.slow_cases(r".*(?<!mamba2\])$")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 1e-2)])
 def test_every_model_of_transformers_means_the_same_scan(

@@ -94,6 +94,7 @@ def test_chunks_give_what_all_queries_at_once_do(
     assert rows == [7, 7]  # forward and backward
 
 
+@pytest.mark.slow_cases(r"0-")
 @pytest.mark.parametrize(("window", "packed", "softcap"), [(64, False, 0.0), (0, True, 0.0), (64, True, 5.0)])
 def test_memory_grows_with_the_tokens(window: int, packed: bool, softcap: float) -> None:
     peaks = []

@@ -165,6 +165,7 @@ def test_an_infeasible_budget_tells_what_needs_it() -> None:
     assert "weight slots" in message and "make the batch" in message
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(workloads(4), modes, machines(), st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_a_sweep_that_hands_on_its_winners_never_gets_slower(

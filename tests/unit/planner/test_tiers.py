@@ -76,6 +76,7 @@ def test_a_placement_leaves_what_is_taken_and_stores_no_less_for_more(
     assert found[0] <= found[1]
 
 
+@pytest.mark.slow_cases(r"0\.9-0\.93-mode1")
 @pytest.mark.parametrize("mode", [TRAIN, CLIP])
 @pytest.mark.parametrize(("part", "gain"), [(0.9, 0.93), (0.5, 0.8)])
 def test_the_search_gives_up_host_bytes_for_less_on_the_drive(

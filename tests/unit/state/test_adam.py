@@ -492,6 +492,7 @@ def test_without_a_home_there_is_a_folder_of_this_process(monkeypatch: pytest.Mo
     assert folder.parent == Path(tempfile.gettempdir())
 
 
+@pytest.mark.slow
 def test_processes_race_to_build(tmp_path: Path) -> None:
     needs_compiler()
     program = (

@@ -36,6 +36,7 @@ def test_starts_children_that_do_not_end(worker):
 """
 
 
+@pytest.mark.slow_cases(r"(2-2|15-0)")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process can adopt orphans")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

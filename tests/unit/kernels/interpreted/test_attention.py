@@ -84,6 +84,7 @@ def check(shapes, dtype, sinks=False, floor=0.0, **options):
     )
 
 
+@pytest.mark.slow_cases(r".*-True|(?!causal-).*dtype1|(?!all-).*dtype2")
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
@@ -92,6 +93,7 @@ def test_rules(case, dtype, sinks):
     check((1, *heads, 150, 150, 24, 24), dtype, sinks, **CASES[case])
 
 
+@pytest.mark.slow_cases(r"shapes[034]")
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -108,6 +110,7 @@ def test_shapes(shapes):
     check(shapes, torch.bfloat16, True, window=29)
 
 
+@pytest.mark.slow_cases(r"(False|True-dtype1)")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents(causal, dtype):
@@ -140,6 +143,7 @@ def test_one_row_of_documents_for_a_batch():
     torch.testing.assert_close(ours, dense, rtol=0, atol=0)
 
 
+@pytest.mark.slow_cases(r".*-90")
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize(
     ("shapes", "options"),
@@ -201,6 +205,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, doubles, fast_mode=True)
 
 
+@pytest.mark.slow_cases(r"dtype1-features[0-2]")
 @pytest.mark.parametrize(
     "features", [{"window": 9}, {"softcap": 3.0}, {"sinks": True, "window": 9}, {"documents": (0, 7, 33)}]
 )

@@ -14,6 +14,7 @@ def eager(both, limit=7.0, alpha=1.702, interleaved=True):
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype|shape3-halves-dtype[01]")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape,layout", [*((s, "interleaved") for s in SHAPES), ((199, 123), "halves")])
 def test_forward_and_backward(shape, dtype, layout):
@@ -35,6 +36,7 @@ def test_ranks_and_empty(shape, layout):
     compare(lambda x: clamped_glu(x, *rule), lambda x: eager(x, *rule), (randn(*shape),), torch.float32)
 
 
+@pytest.mark.slow_cases(r"halves")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided(layout):
     rule = 1.0, 1.702, LAYOUTS[layout]
@@ -43,6 +45,7 @@ def test_strided(layout):
     gradcheck(lambda x: clamped_glu(spread(x), *rule).mT.contiguous(), randn(3, 10))
 
 
+@pytest.mark.slow_cases(r"dtype[01]-halves")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_values(dtype, layout):
@@ -53,6 +56,7 @@ def test_extreme_values(dtype, layout):
     compare(lambda x: clamped_glu(x, *rule), lambda x: eager(x, *rule), (both.requires_grad_(),), dtype)
 
 
+@pytest.mark.slow_cases(r"halves")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradcheck(layout):
     gradcheck(lambda x: clamped_glu(x, 1.0, 1.5, LAYOUTS[layout]), randn(3, 10))

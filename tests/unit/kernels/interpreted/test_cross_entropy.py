@@ -61,6 +61,7 @@ def some_labels(rows, vocabulary, ignore_index=-100):
     return labels
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype|shape1-dtype[12]-(plain|softcap|smoothing)")
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 9001), (37, 123), (19, 41)])
@@ -105,6 +106,7 @@ def test_unknown_label_is_not_silent():
     assert loss.isnan().tolist() == [True, True, False]
 
 
+@pytest.mark.slow_cases(r"(plain|softcap|smoothing)")
 @pytest.mark.parametrize("terms", TERMS)
 def test_logits_gradcheck(terms):
     labels = torch.tensor([0, 3, -100, 4])
@@ -113,6 +115,7 @@ def test_logits_gradcheck(terms):
     gradcheck(lambda x: cross_entropy(x, labels, **TERMS[terms]), randn(4, 5))
 
 
+@pytest.mark.slow_cases(r"(dtype\d-plain|dtype0-all-F|dtype[12]-all-T)")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("terms", ["plain", "all"])
 @pytest.mark.parametrize("dtype", DTYPES)

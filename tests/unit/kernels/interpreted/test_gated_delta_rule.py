@@ -47,6 +47,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow_cases(r"shape([1-5]|0-dtype0)")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, dtype):
@@ -57,6 +58,7 @@ def test_half_precision_runs_in_torch():
     compare(gated_delta_rule, eager, given(1, 70, 1, 2, 16, 8), torch.float16)
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_formulas_in_float64(normalised):
     """To the last digits: the states beside the other implementation's, all else beside the definition's."""
@@ -129,6 +131,7 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 }
 
 
+@pytest.mark.slow_cases(r"(?!one block)")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""

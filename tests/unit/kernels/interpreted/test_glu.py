@@ -13,6 +13,7 @@ EAGER = {
 }
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype|shape1-dtype\d-(gelu_erf|relu)")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 4096), *SHAPES[1:]])

@@ -10,6 +10,7 @@ def eager(x, weight, bias):
     return plain(x, x.shape[-1:], weight, bias, 1e-5)
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, dtype):

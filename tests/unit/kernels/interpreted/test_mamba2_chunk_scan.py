@@ -43,6 +43,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow_cases(r"shape([013-6]|2-dtype0)")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, dtype):
@@ -106,6 +107,7 @@ FAULTS = {  # a kernel, what it takes wrong, how; the first result that is: out,
 }
 
 
+@pytest.mark.slow_cases(r"(?!no decay)")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, monkeypatch):
     """The tolerance rule for bfloat16 is narrow enough to see each."""

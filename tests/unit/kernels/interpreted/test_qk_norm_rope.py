@@ -14,6 +14,7 @@ def eager(x, weight, cos, sin, offset=0.0):
     return test_rope.eager(test_rms_norm.eager(x, weight, offset, not offset), cos, sin)
 
 
+@pytest.mark.slow_cases(r"(shape[023]|.*dtype[12]-gemma|.*dtype0-qwen)")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_weights_of_another_type():
     torch.testing.assert_close(dw, torch.autograd.grad(exact.sum(), weight)[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow_cases(r"6")
 @pytest.mark.parametrize("rotary", [4, 6])
 def test_gradcheck(rotary):
     """With tables whose halves differ, of all columns or of some."""

@@ -18,6 +18,7 @@ def eager(x, weight, offset, cast_early, eps=1e-6):
     return (y * (offset + weight.to(y.dtype))).to(x.dtype)
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -28,6 +28,7 @@ def tables(tokens, rotary, batch=1, interleaved=False):
     return angle.cos(), angle.sin()
 
 
+@pytest.mark.slow_cases(r"shape[02]-\S*dtype|.*dtype([01]-True|2-False)")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape,rotary", [((2, 3, 17, 64), 64), ((1, 3, 67, 41), 18), ((2, 2, 9, 96), 96)])

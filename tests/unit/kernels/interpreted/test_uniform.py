@@ -4,6 +4,7 @@ import torch
 from megacompile.kernels.uniform import BITS, uniform, uniform_reference
 
 
+@pytest.mark.slow_cases(r"-42")
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("seed,base", [(0, 0), (-42, 7), (2**62 + 5, 2**40)])
 def test_triton_and_torch_draw_the_same_numbers(seed, base, dtype):
