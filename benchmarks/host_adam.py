@@ -32,8 +32,9 @@ from torch import Tensor
 
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step, torch_fused
+from megacompile.state.coded_adam import Coded, coded_adamw_step, encode
 from megacompile.state.host_arena import HostArena, padded
-from megacompile.state.moment_formats import CODINGS, Coded, coded_adamw_step, encode
+from megacompile.state.moment_formats import CODINGS
 
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.01, step=10)
 TILE = 1 << 19

@@ -17,18 +17,11 @@ from megacompile.runtime.device import Device
 from megacompile.schedule.plan import Plan
 from megacompile.schedule.step import Step
 from megacompile.schedule.workload import Workload
-from megacompile.state.host_budget import (
-    StatePlacement,
-    host_bytes,
-    host_state_bytes,
-    host_states,
-    place_groups,
-    step_bytes,
-    storage_window,
-)
+from megacompile.state.host_budget import host_bytes, host_states, step_bytes, storage_window
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import Form, smaller_formats
-from megacompile.state.nvme import folders_of
+from megacompile.state.nvme_offload import StatePlacement, host_state_bytes, place_groups
+from megacompile.state.scratch_files import folders_of
 from megacompile.units import format_bytes
 
 

@@ -18,7 +18,7 @@ from megacompile.capture.weight_codings import settle
 from megacompile.errors import MegacompileError
 from megacompile.state.master_layout import is_dense
 from megacompile.state.model_values import is_owned
-from megacompile.state.nvme import check_directories
+from megacompile.state.scratch_files import check_directories
 
 
 def check_settings(

@@ -22,7 +22,7 @@ from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import MegacompileError
 from megacompile.schedule.plan import Mode
-from megacompile.state.checkpoint import read_manifest
+from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.host_budget import host_bytes
 from megacompile.units import format_bytes, format_seconds
 

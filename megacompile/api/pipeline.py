@@ -39,7 +39,8 @@ from megacompile.report.schedule import Schedule
 from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import Proof, verify
-from megacompile.state.host_budget import StatePlacement, host_states, storage_window
+from megacompile.state.host_budget import host_states, storage_window
+from megacompile.state.nvme_offload import StatePlacement
 from megacompile.units import format_bytes
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells

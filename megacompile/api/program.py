@@ -55,19 +55,16 @@ from megacompile.runtime.memory_report import Memory
 from megacompile.runtime.step_output import StepOutput
 from megacompile.runtime.step_results import StepResults
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.state.checkpoint import (
-    BackgroundSave,
-    Checkpoint,
-    RunProgress,
-    Then,
-    checked_folder,
-    save_checkpoint,
-)
+from megacompile.state.background_save import BackgroundSave, Then
+from megacompile.state.checkpoint import Checkpoint, checked_folder, save_checkpoint
+from megacompile.state.checkpoint_manifest import RunProgress
 from megacompile.state.host_arena import resident_peak_bytes
-from megacompile.state.masters import HostState, Snapshot
-from megacompile.state.model_export import describe, export_model, saved_masters
+from megacompile.state.masters import HostState
+from megacompile.state.model_export import describe, export_model
 from megacompile.state.model_values import Lending
 from megacompile.state.optimizer import check_settings, restore_settings, settings_of
+from megacompile.state.saved_values import saved_masters
+from megacompile.state.snapshot import Snapshot
 
 _Owner = TypeVar("_Owner", bound=DeviceWeights)
 

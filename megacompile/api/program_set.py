@@ -16,7 +16,8 @@ from megacompile.graph.tile_rewriter import Cuts
 from megacompile.planner.min_feasible_budget import describe_peak
 from megacompile.runtime.executor import Runtime
 from megacompile.schedule.plan import Mode
-from megacompile.state.host_budget import host_state_bytes, host_states, place_groups, storage_window
+from megacompile.state.host_budget import host_states, storage_window
+from megacompile.state.nvme_offload import host_state_bytes, place_groups
 from megacompile.units import format_bytes
 
 _ROUNDS = 32  # within a larger room, or with other cuts

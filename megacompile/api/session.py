@@ -47,7 +47,8 @@ from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.executor import Runtime
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
-from megacompile.state.checkpoint import BackgroundSave, RunProgress
+from megacompile.state.background_save import BackgroundSave
+from megacompile.state.checkpoint_manifest import RunProgress
 from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from megacompile.cli.output import write_json
-from megacompile.state.nvme import measure_drive
+from megacompile.state.drive_benchmark import measure_drive
 from megacompile.units import parse_bytes
 
 

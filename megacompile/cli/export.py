@@ -46,7 +46,8 @@ def _whole(checkpoint: Path, state: Path) -> tuple[Any, Any, Any]:
     from transformers import AutoConfig
 
     from megacompile.api.pretrained import build_empty
-    from megacompile.state.model_export import describe, saved_values
+    from megacompile.state.model_export import describe
+    from megacompile.state.saved_values import saved_values
 
     if not (checkpoint / "config.json").is_file():
         raise MegacompileError(f"{checkpoint} has no config.json, so what model it is of is not known.")

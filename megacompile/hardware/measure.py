@@ -22,7 +22,7 @@ from megacompile.blocks.cpu_products import float32_products
 from megacompile.hardware.catalog import MachineProfile
 from megacompile.hardware.machine import Machine, adam_bandwidth, copy_bandwidth, this_cpu
 from megacompile.kernels.sdpa import attention, attention_backward, attention_backward_flops, attention_flops
-from megacompile.state.nvme import measure_drive
+from megacompile.state.drive_benchmark import measure_drive
 from megacompile.units import host_available, update_threads, usable_cores
 
 _PRODUCT_SIZES = (512, 1024, 2048, 4096, 8192)

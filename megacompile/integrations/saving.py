@@ -33,8 +33,9 @@ from megacompile.integrations.trainer_checkpoints import (
     last_checkpoint,
 )
 from megacompile.state.atomic_folder import adding_to, is_of_disk
-from megacompile.state.model_export import Description, describe, export_model, saved_values
+from megacompile.state.model_export import Description, describe, export_model
 from megacompile.state.model_values import Lending, is_owned
+from megacompile.state.saved_values import saved_values
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
 

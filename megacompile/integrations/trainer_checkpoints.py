@@ -24,7 +24,7 @@ from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json, sealed, to_plain, unsealed
 from megacompile.own_files import make_own_folder
 from megacompile.state.atomic_folder import sync
-from megacompile.state.checkpoint import UNSEALED, read_manifest
+from megacompile.state.checkpoint_manifest import UNSEALED, read_manifest
 from megacompile.text_files import read_text
 
 STATE = "program"

@@ -39,7 +39,7 @@ from megacompile.integrations.saving import Writing
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
 from megacompile.integrations.transformers import Mixin, same_draws
 from megacompile.integrations.updates import waits_for_update
-from megacompile.state.checkpoint import read_manifest
+from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.model_values import is_owned
 from megacompile.units import host_available, parse_bytes
 

@@ -20,7 +20,8 @@ from megacompile.blocks.weight_groups import GroupLayout
 from megacompile.schedule.plan import Plan
 from megacompile.schedule.step import Step, offloads, spilled_bytes
 from megacompile.state.host_arena import padded
-from megacompile.state.host_budget import (
+from megacompile.state.moment_formats import Form
+from megacompile.state.nvme_offload import (
     GroupPlace,
     buffer_bytes,
     host_state_bytes,
@@ -28,7 +29,6 @@ from megacompile.state.host_budget import (
     place_groups,
     scratch_bytes,
 )
-from megacompile.state.moment_formats import Form
 from megacompile.units import format_bytes
 
 WINDOWS = (3, 2, 1)

@@ -22,7 +22,8 @@ from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import follow, search
 from megacompile.planner.tiling import Tiling, TilingCandidate, choose
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.state.host_budget import StatePlacement, state_in_ram, step_bytes
+from megacompile.state.host_budget import state_in_ram, step_bytes
+from megacompile.state.nvme_offload import StatePlacement
 
 T = TypeVar("T")
 

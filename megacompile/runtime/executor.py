@@ -47,17 +47,10 @@ from megacompile.schedule.op_table import (
 from megacompile.schedule.step import Event, Step
 from megacompile.state import muon
 from megacompile.state.adam import AdamHyper
-from megacompile.state.host_budget import Offload
-from megacompile.state.master_layout import (
-    add_gradients,
-    add_rows,
-    gather_rows,
-    own_part,
-    slot_view,
-    strided,
-    sum_of_squares,
-)
+from megacompile.state.embedding_rows import add_rows, gather_rows
+from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
+from megacompile.state.nvme_offload import Offload
 from megacompile.state.torch_optimizer import Foreign, GroupSettings
 
 

@@ -183,7 +183,7 @@ def _load(kernel: Kernel, compiler: str, folder: Path) -> tuple[ctypes.CDLL, str
     key = "\n".join([*texts, _cpu(), compiler, version, FLAGS, *TARGETS])
     path = folder / f"adam-{kernel}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     try:
-        library = _opened(_read(path))
+        library = _opened(_read_library(path))
     except OSError:
         library = _opened(_compile(kernel, compiler, path))
     threads = "" if library.mc_has_threads() else ", on one thread for want of OpenMP"
@@ -198,7 +198,7 @@ def _cpu() -> str:
     return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(kept)])
 
 
-def _read(path: Path) -> bytes:
+def _read_library(path: Path) -> bytes:
     """A library that was built before; OSError where the SHA-256 at the file's end is of other bytes."""
     content = path.read_bytes()
     built = content[: -hashlib.sha256().digest_size]

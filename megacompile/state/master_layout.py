@@ -1,8 +1,7 @@
-"""The layout of a weight group's values in its flat arrays, whole or in shards, and the rows of tables."""
+"""The layout of a weight group's values, or gradients, in its flat arrays: in a row, or in shards."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
@@ -14,9 +13,6 @@ from megacompile.distributed.world import World
 from megacompile.state.adam import backend, call_kernel
 
 _SUMMED = 1 << 16  # elements of a partial sum of squares
-
-# ------------------------------------------------------------------------------------------------------------
-# Buckets: the flat tensors in which parameters of a weight group, or gradients, lie one after another.
 
 
 def is_dense(x: Tensor) -> bool:
@@ -113,12 +109,6 @@ def add_gradients(
         place.copy_(grad) if index in fresh else place.add_(grad)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Shards: how the ranks of a replica bring together what each holds of a parameter.
-#
-# In: a group's layout, this rank's flat arrays, the world. Out: whole parameters, on rank 0.
-
-
 def collected(world: World, group: GroupLayout, slot: Slot, shard: Tensor) -> Tensor:
     """Return what all ranks hold of a parameter in one of a group's arrays, flat; elsewhere than on rank 0 an
     empty tensor on the meta device."""
@@ -133,69 +123,3 @@ def collected(world: World, group: GroupLayout, slot: Slot, shard: Tensor) -> Te
     if whole is None:
         return torch.empty(0, device="meta")
     return torch.cat([part[:n] for part, n in zip(whole.chunk(len(counts)), counts, strict=True)])
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rows of tables on the host: what a batch looks up, and the gradient of what it looked up.
-#
-# A table may be cut into pieces of rows, each a tensor [rows, width]; ``stops`` are the rows at which they
-# end. Both directions lie between one step's last update and the next one's first block, so that nothing
-# hides them: they run on all cores.
-
-
-_ADDED = (torch.bfloat16, torch.float32)  # dtypes that the kernel adds
-
-
-def gather_rows(pieces: Sequence[Tensor], stops: Sequence[int], ids: Tensor, out: Tensor) -> None:
-    """Write ``table[ids]`` to ``out``, of ids' shape and a row; IndexError for an id that is no row."""
-    flat, rows = ids.reshape(-1), out.view(-1, out.shape[-1])
-    outside = (flat < 0) | (flat >= stops[-1])
-    if bool(outside.any()):
-        raise IndexError(f"the id {int(flat[outside][0])} is not in a table of {stops[-1]} rows")
-    for piece, (start, stop) in zip(pieces, itertools.pairwise((0, *stops)), strict=True):
-        places = None if len(pieces) == 1 else torch.where((flat >= start) & (flat < stop))[0]
-        own = (flat if places is None else flat[places] - start).to(torch.int64).contiguous()
-        if backend() == "c" and piece.is_contiguous():
-            size = piece.shape[1] * piece.itemsize
-            call_kernel("mc_take_rows", len(own), own, places, piece, rows, size, torch.get_num_threads())
-        elif places is None:
-            torch.index_select(piece, 0, own, out=rows)
-        else:
-            rows[places] = piece[own]
-
-
-def add_rows(
-    pieces: Sequence[Tensor],
-    fresh: Sequence[bool],
-    stops: Sequence[int],
-    ids: Tensor,
-    grad: Tensor,
-    padding: int,
-) -> None:
-    """Add the gradient of gathered rows to that of their table; pieces that are ``fresh`` are set instead.
-
-    A row's contributions are summed in the order of ids and in ``grad``'s dtype, as eager PyTorch does in
-    the gradient of the whole table; what it then adds up is the same but for the zeros of other rows.
-    """
-    grad = grad.flatten(0, -2).contiguous()
-    ordered, order = torch.sort(ids.reshape(-1), stable=True)
-    kept = ordered != padding
-    rows, counts = torch.unique_consecutive(ordered[kept], return_counts=True)
-    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    order = order[kept]
-    for piece, new, (start, stop) in zip(pieces, fresh, itertools.pairwise((0, *stops)), strict=True):
-        first, last = torch.searchsorted(rows, torch.tensor([start, stop], dtype=rows.dtype)).tolist()
-        own = (rows[first:last] - start).to(torch.int64)
-        if new:
-            piece.zero_()
-        if backend() == "c" and piece.is_contiguous() and {grad.dtype, piece.dtype} <= {*_ADDED}:
-            call_kernel(
-                "mc_add_rows", len(own), own, ends[first : last + 1], order, grad,
-                grad.dtype == torch.bfloat16, piece, piece.dtype == torch.bfloat16, grad.shape[1],
-                torch.get_num_threads(),
-            )  # fmt: skip
-        else:
-            mine = order[ends[first] : ends[last]]
-            places = torch.repeat_interleave(counts[first:last])
-            summed = torch.ops.aten.embedding_dense_backward(grad[mine], places, len(own), -1, False)
-            piece.index_add_(0, own, summed.to(piece.dtype))

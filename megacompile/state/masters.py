@@ -1,30 +1,28 @@
-"""Masters and moments of a model in host memory: their arrays, their views, their snapshots."""
+"""Keep the host state: FP32 masters and Adam moments of all weight groups.
+
+A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that is
+streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group that
+computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32 value
+bit for bit. Moments are kept in one of the formats of :mod:`~megacompile.state.moment_formats`: 12, about 6
+or about 5 bytes per trained parameter in all.
+"""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacompile.blocks.weight_groups import GroupLayout, Slot, padded_elements
-from megacompile.capture.quantized_weights import coding_of
+from megacompile.blocks.weight_groups import GroupLayout, Slot
 from megacompile.distributed.world import World
-from megacompile.errors import BudgetError, MegacompileError
+from megacompile.errors import MegacompileError
 from megacompile.state import adam
-from megacompile.state.host_arena import HostArena, Room, padded
-from megacompile.state.host_budget import (
-    Offload,
-    StatePlacement,
-    buffer_bytes,
-    host_state_bytes,
-    place_groups,
-    scratch_bytes,
-)
+from megacompile.state.coded_adam import Coded, coded_adamw_step
+from megacompile.state.host_arena import HostArena
 from megacompile.state.master_layout import (
     collected,
     own_part,
@@ -34,328 +32,19 @@ from megacompile.state.master_layout import (
     slot_view,
     strided,
 )
-from megacompile.state.moment_formats import (
-    CODINGS,
-    Coded,
-    Form,
-    MomentPlace,
-    Run,
-    StateFormat,
-    coded_adamw_step,
-    group_arrays,
-    moment_names,
-    shard_places,
-    shard_runs,
+from megacompile.state.moment_formats import CODINGS, Form, Run, StateFormat, moment_names, shard_runs
+from megacompile.state.nvme_offload import (
+    Offload,
+    StatePlacement,
+    buffer_bytes,
+    host_state_bytes,
+    place_groups,
+    scratch_bytes,
 )
+from megacompile.state.parameter_values import is_exact, write_halves
+from megacompile.state.snapshot import Copies, Snapshot
+from megacompile.state.state_views import moments_of, parts_of
 from megacompile.state.torch_optimizer import Foreign, GroupSettings, Numbers
-
-# ------------------------------------------------------------------------------------------------------------
-# Parameters of a model: emptied when a program takes their values over, and set when it gives them back; and
-# their values, written as the program keeps them.
-
-
-_CHUNK = 1 << 22  # elements
-
-
-def empty(parameter: nn.Parameter) -> None:
-    """Leave a parameter NaN, or zeros of integers and codes, in its shape and the memory of one element."""
-    coding = coding_of(parameter)
-    if coding is not None:
-        coding.empty(parameter)
-        return
-    floating = parameter.is_floating_point() or parameter.is_complex()
-    value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype)
-    _put(parameter, value.expand(parameter.shape))
-
-
-def set_value(target: Tensor, value: Tensor) -> None:
-    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype; a coded
-    weight what a program stores of it."""
-    coding = coding_of(target)
-    if coding is None:
-        _put(target, value)
-    else:
-        coding.set(target, value)
-
-
-def _put(target: Tensor, value: Tensor) -> None:
-    fresh = value.to(target.dtype)
-    if not target.is_meta:
-        Tensor.data.__set__(target, fresh)  # type: ignore[attr-defined]  # an owned one refuses .data = fresh
-        return
-    if isinstance(target, nn.Parameter):
-        fresh = nn.Parameter(fresh, requires_grad=target.requires_grad)
-    # .data cannot change the device type; the tensor stays the same object
-    torch.utils.swap_tensors(target, fresh)  # type: ignore[no-untyped-call]
-
-
-def is_exact(value: Tensor) -> bool:
-    """Return whether bfloat16 holds each element as it is; of a tensor without values, whether its dtype says
-    so."""
-    if value.is_meta or value.dtype == torch.bfloat16:
-        return value.dtype == torch.bfloat16
-    pieces = torch.split(value.detach().reshape(-1), _CHUNK)
-    return not any(bool((piece.float().view(torch.int32) & 0xFFFF).any()) for piece in pieces)
-
-
-def write_halves(flat: Tensor, high: Tensor, low: Tensor) -> None:
-    """Write values to their two halves, on the host or a device, without a whole parameter there twice."""
-    if flat.dtype == torch.bfloat16:  # the high halves themselves
-        high.view(flat.dtype).copy_(flat)
-        low.zero_()
-        return
-    # so much that threads do not touch the same huge pages first, or, of a cast, what stays in the heap
-    size = _CHUNK * (torch.get_num_threads() if flat.dtype == torch.float32 else 1)
-    for start in range(0, flat.numel(), size):
-        piece = slice(start, start + size)
-        if high.device.type == "cpu":
-            adam.split(flat[piece].float(), high[piece], low[piece])
-            continue
-        halves = torch.empty_like(high[piece], device="cpu"), torch.empty_like(low[piece], device="cpu")
-        adam.split(flat[piece].float(), *halves)
-        high[piece].copy_(halves[0])
-        low[piece].copy_(halves[1])
-
-
-def computed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A value as a state would stream it, in the dtype that programs compute in."""
-    if (value.dtype, dtype) != (torch.float32, torch.bfloat16):
-        return value.to(dtype)
-    high = torch.empty(value.numel(), dtype=dtype)
-    write_halves(value.reshape(-1), high, torch.empty_like(high, dtype=torch.int16))
-    return high.view(value.shape)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Views of what the host keeps of single parameters, in a group's flat arrays.
-#
-# In: a group's layout and its arrays by name. Out: by parameter, its masters and moments by array's name.
-
-
-def shapes_of(groups: Sequence[GroupLayout], form: Form) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """Return what :meth:`HostState.parts` gives of such groups, without values, on the meta device."""
-    for group in groups:
-        arrays = {
-            a.name: torch.empty(a.elements, dtype=a.dtype, device="meta") for a in group_arrays(group, form)
-        }
-        yield parts_of(group, arrays, form)
-
-
-def parts_of(
-    group: GroupLayout, arrays: Mapping[str, Tensor], form: Form, rank: int = 0
-) -> dict[str, dict[str, Tensor]]:
-    """Each parameter's name with flat views of all that is kept of it, by array's name; of what a rank keeps.
-
-    The ranks' views one after another are those of a whole group, whose moments end with less padding.
-    """
-    named = {}
-    if isinstance(form, Foreign):
-        kept = form.views(group, arrays, rank) if group.trainable else ({} for _ in group.slots)
-        masters = {n: arrays[n] for n in ("weights", "low") if n in arrays}
-        return {
-            slot.parameter.name: {n: flat[own_part(group, slot, rank)[1]] for n, flat in masters.items()}
-            | views
-            for slot, views in zip(group.slots, kept, strict=True)
-        }
-    places = shard_places(group, form, rank) if group.trainable else [None] * len(group.slots)
-    for slot, moments in zip(group.slots, places, strict=True):
-        _, own = own_part(group, slot, rank)
-        found = {n: arrays[n][own] for n in ("weights", "low") if n in arrays}
-        if moments is not None:
-            start, place = moments
-            left = max(0, padded_elements(slot.parameter.numel) - start)
-            place = replace(place, elements=min(place.elements, left))
-            found |= dict(zip(moment_names(place.coded), moments_of(arrays, place, form), strict=True))
-        named[slot.parameter.name] = found
-    return named
-
-
-def moments_of(arrays: Mapping[str, Tensor], place: MomentPlace, form: StateFormat) -> list[Tensor]:
-    """Views of a place's moments, in the order of :func:`~megacompile.state.moment_formats.moment_names`."""
-    start, stop = place.offset, place.offset + place.elements
-    if not place.coded:
-        return [arrays[name][start:stop] for name in moment_names(False)]
-    coding = CODINGS[form]
-    codes = slice(coding.code_bytes(start), coding.code_bytes(stop))
-    scales = slice(place.block, place.block + coding.blocks(place.elements))
-    parts = (codes, scales, codes, scales)
-    return [arrays[name][part] for name, part in zip(moment_names(True), parts, strict=True)]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Snapshots: the state of all groups as it was at one moment, for a thread that reads it while updates go on.
-#
-# In:  weight groups, their flat arrays on the host (a rank's shards), and how many bytes copies may take.
-# Out: :class:`Snapshot`.
-#
-# Invariant: the reader waits for nobody but for a copy that is being made, so whoever waits for it goes on.
-
-
-Arrays = Mapping[str, Tensor]
-
-
-class Copies:
-    """Memory for copies, on huge pages, made by the first snapshot that copies. As the first touch of a page
-    costs as much as the copy, or more, it is kept for later ones until :meth:`free`."""
-
-    def __init__(self) -> None:
-        self._arena: HostArena | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._arena is None else self._arena.nbytes
-
-    def room(self, nbytes: int) -> Room:
-        """So many bytes, or none where the host does not give what its budget allows."""
-        if self.nbytes < nbytes:
-            self.free()
-            try:
-                self._arena = HostArena(nbytes)
-            except BudgetError:
-                return Room(torch.empty(0, dtype=torch.uint8))
-        assert self._arena is not None
-        return Room(self._arena.tensor[:nbytes])
-
-    def free(self) -> None:
-        """Give it back; no snapshot may be under way."""
-        self._arena = None
-
-
-class Snapshot:
-    """Groups as they are now, for a reader of all of them.
-
-    Where ``room_bytes`` hold copies of all, the group that is ``updated`` last comes first: updates and the
-    reader meet once. Else the reader goes before the updates, which follow it.
-
-    Whoever is about to change a group calls :meth:`before_change`: a group that the reader has not come to is
-    copied while ``room_bytes`` last, else its change waits until it was read. ``copied`` counts the copies;
-    ``begun`` says that the reader did, ``hurried`` tells it that somebody waits: a change, or who called
-    :meth:`hurry`.
-    """
-
-    passing = False
-
-    def __init__(
-        self,
-        groups: Sequence[GroupLayout],
-        form: Form,
-        steps: Sequence[Sequence[int]],
-        arrays: Sequence[Arrays],
-        updated: Sequence[int] = (),
-        room_bytes: int = 0,
-        copies: Copies | None = None,
-        rank: int = 0,
-    ) -> None:
-        self.groups, self.form, self.rank = tuple(groups), form, rank
-        self.steps = tuple(map(tuple, steps))
-        self.copied = 0
-        needed = sum(padded(a.nbytes) for named in arrays for a in named.values())
-        self._room_bytes = min(room_bytes, needed)
-        self._copies = copies or Copies()
-        self._room = Room(torch.empty(0, dtype=torch.uint8))  # of them, once there are any
-        self._pieces: dict[int, list[Tensor]] = {}  # of it, by group
-        self._arrays = dict(enumerate(arrays))  # of groups that were not read yet
-        self._live = set(self._arrays)  # those of them that are read where the state has them
-        order = list(updated) if room_bytes < needed else [*reversed(updated)]
-        self._order = tuple(dict.fromkeys([*order, *self._arrays]))
-        self._taken = 0  # so many of them the reader has come to
-        self.begun = self._over = False
-        self.hurried, self._waiting = threading.Event(), 0
-        self._changed = threading.Condition()  # over a lock that may be taken again
-
-    def before_change(self, group: int) -> None:
-        """Return when the group may be changed: it was read, or there is a copy of it."""
-        with self._changed:
-            taken = self._order[: self._taken]
-            if group in self._live and (group in taken or not self._copy(group)):
-                self._wait_for(group)
-
-    def _wait_for(self, group: int) -> None:
-        self.hurry()
-        self._changed.wait_for(lambda: group not in self._live)
-        self._waiting -= 1
-        if not self._waiting:
-            self.hurried.clear()
-
-    def hurry(self) -> None:
-        """Somebody waits for the reader."""
-        with self._changed:
-            self._waiting += 1
-            self.hurried.set()
-
-    def _copy(self, group: int) -> bool:
-        arrays = self._arrays[group]
-        if not self.copied and self._room_bytes:
-            self._room = self._copies.room(self._room_bytes)
-        room = self._room
-        pieces = {name: room.take(array.nbytes) for name, array in arrays.items()}
-        taken = [piece for piece in pieces.values() if piece is not None]
-        if len(taken) < len(arrays):
-            for piece in taken:
-                room.give(piece)
-            return False
-        self._arrays[group] = {
-            name: taken[i].view(array.dtype).copy_(array) for i, (name, array) in enumerate(arrays.items())
-        }
-        self._pieces[group] = taken
-        self._live.remove(group)
-        self.copied += 1
-        return True
-
-    # ---- the reader's ----------------------------------------------------------------------------
-
-    def begin(self) -> bool:
-        """The reader begins; False where it was cancelled."""
-        with self._changed:
-            self.begun = not self._over
-            return self.begun
-
-    def parts(self) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """By group, what :func:`~megacompile.state.masters.parts_of` gives; it stays until
-        :meth:`written`."""
-        for index in self._order:
-            with self._changed:
-                arrays = self._arrays[index]
-                self._taken += 1
-            yield parts_of(self.groups[index], arrays, self.form, self.rank)
-
-    def written(self, count: int) -> None:
-        """The first ``count`` groups of :meth:`parts` were read: their copies go, their changes go on."""
-        with self._changed:
-            done = set(self._order[:count]) & set(self._arrays)
-            for group in done:
-                del self._arrays[group]
-                for piece in self._pieces.pop(group, ()):
-                    self._room.give(piece)
-            self._live -= done
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Nothing is read any more."""
-        with self._changed:
-            self._over = True
-            self._arrays.clear()
-            self._live.clear()
-            self._pieces.clear()
-            self._room = Room(torch.empty(0, dtype=torch.uint8))
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        """End it, if the reader did not begin."""
-        with self._changed:
-            if not self.begun:
-                self.end()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Host state: FP32 masters and Adam moments of all weight groups.
-#
-# A group that computes in bf16 keeps its masters as two 16-bit halves; the high half is the weight that is
-# streamed. Where it is frozen and all low halves are zero, the high ones are all that is kept. A group that
-# computes in fp32 streams its masters as they are. In each case reading a parameter back gives its FP32 value
-# bit for bit. Moments are kept in one of the formats of `host/formats.py`: 12, about 6 or about 5 bytes per
-# trained parameter in all.
-
 
 Weights = Callable[[str], Tensor]
 """The value of a parameter by its name."""

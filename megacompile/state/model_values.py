@@ -25,8 +25,9 @@ from megacompile.capture.quantized_weights import copied_weight, is_coded, store
 from megacompile.capture.weight_codings import is_packed, settle
 from megacompile.errors import MegacompileError, ProgramError
 from megacompile.state.host_arena import trim_heap
-from megacompile.state.masters import HostState, Weights, computed, empty, is_exact, set_value
+from megacompile.state.masters import HostState, Weights
 from megacompile.state.optimizer import refuse_moments
+from megacompile.state.parameter_values import computed, empty, is_exact, set_value
 from megacompile.state.torch_optimizer import members_of
 from megacompile.units import RESERVE, format_bytes, host_available
 

@@ -1,97 +1,27 @@
-"""Formats of moments: 32-, 16- and 8-bit codes, and the Adam that reads and writes them."""
+"""Formats of the state: which flat arrays the host keeps of a weight group, where a parameter lies in them.
+
+"fp32" keeps both Adam moments in FP32. "int8" and "int4" keep them as codes with one FP32 scale per block:
+block-wise dynamic 8 bits (Dettmers et al. 2021, arXiv:2110.02861), and 4 bits with a signed dynamic first
+and a linear second moment that has no zero (Li et al. 2023, arXiv:2309.01507). Parameters of at most
+``SMALL`` elements keep FP32 moments in both, as in those papers. Masters are FP32 in every format.
+
+Invariant: blocks of codes begin anew at every parameter, so what a parameter's codes are does not depend on
+its neighbours in the bucket.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from megacompile.blocks.weight_groups import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.state import adam
-from megacompile.state.adam import AdamHyper, adamw_step
 from megacompile.state.torch_optimizer import Foreign
 from megacompile.units import format_bytes
-
-# ------------------------------------------------------------------------------------------------------------
-# Block-wise quantisation to 8 and 4 bits: a scale per block and a code book for all.
-#
-# A block's elements are divided by its largest magnitude and take the nearest code of the book. Books
-# (``BOOKS``): ``dynamic8`` and ``dynamic8_unsigned``, the dynamic tree code of Dettmers et al. 2022
-# (arXiv:2110.02861) for moments, seven decades with more fractions in the larger ones; ``dynamic4``, the
-# dynamic tree over three decades, for first moments, and ``linear4_unsigned``, evenly spaced without zero,
-# for second moments (Li et al. 2023, arXiv:2309.01507).
-#
-# In:  FP32 values on the CPU; the last block may be short. Out: codes, uint8, one per element, or two in a
-# byte (the even element in the low half) for 4 bits; scales, FP32, one per block. A block with a value that
-# is not finite gets a scale that is not finite.
-
-
-def _dynamic(signed: bool, decades: int) -> list[float]:
-    """Per decade up to 10**0 twice as many bins over [0.1, 1] as before, by their centres."""
-    codes = [0.0, 1.0]
-    for decade in range(decades):
-        bins = 2 ** (decade if signed else decade + 1)
-        centres = [0.1 + 0.9 * (i + 0.5) / bins for i in range(bins)]
-        magnitudes = [10.0 ** (decade + 1 - decades) * c for c in centres]
-        codes += magnitudes + ([-m for m in magnitudes] if signed else [])
-    return sorted(codes)
-
-
-BOOKS = {
-    "dynamic8": _dynamic(signed=True, decades=7),
-    "dynamic8_unsigned": _dynamic(signed=False, decades=7),
-    "dynamic4": _dynamic(signed=True, decades=3),
-    "linear4_unsigned": [(i + 1) / 16 for i in range(16)],
-}
-
-
-@functools.cache
-def _tables(book: str) -> tuple[Tensor, Tensor]:
-    """(codes, the midpoints between neighbours), FP32."""
-    codes = torch.tensor(BOOKS[book], dtype=torch.float64)
-    return codes.float(), ((codes[1:] + codes[:-1]) / 2).float()
-
-
-def quantize(x: Tensor, book: str, size: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of ``x`` (n), in blocks of ``size`` elements."""
-    _, middles = _tables(book)
-    values = torch.nn.functional.pad(x, (0, -x.numel() % size)).view(-1, size)
-    broken = ~values.isfinite().all(1)
-    scales = torch.where(broken, float("inf"), values.abs().amax(1))
-    divisor = torch.where(scales > 0, scales, 1.0)[:, None]
-    codes = torch.bucketize(values / divisor, middles).flatten()[: x.numel()]
-    if len(BOOKS[book]) == 16:
-        even, odd = codes.view(-1, 2).unbind(1)
-        codes = even | (odd << 4)
-    return codes.to(torch.uint8), scales
-
-
-def dequantize(codes: Tensor, scales: Tensor, book: str, size: int) -> Tensor:
-    """The values, FP32."""
-    table, _ = _tables(book)
-    index = codes.long()
-    if len(BOOKS[book]) == 16:
-        index = torch.stack((index & 15, index >> 4), dim=1).flatten()
-    return table[index] * scales[torch.arange(index.numel()) // size]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# State formats: which flat arrays the host keeps of a weight group, and where a parameter lies in them.
-#
-# "fp32" keeps both Adam moments in FP32. "int8" and "int4" keep them as codes with one FP32 scale per block:
-# block-wise dynamic 8 bits (Dettmers et al. 2021, arXiv:2110.02861), and 4 bits with a signed dynamic first
-# and a linear second moment that has no zero (Li et al. 2023, arXiv:2309.01507). Parameters of at most
-# ``SMALL`` elements keep FP32 moments in both, as in those papers. Masters are FP32 in every format.
-#
-# Invariant: blocks of codes begin anew at every parameter, so what a parameter's codes are does not depend on
-# its neighbours in the bucket.
-
 
 StateFormat = Literal["fp32", "int8", "int4"]
 Form = StateFormat | Foreign
@@ -307,126 +237,6 @@ def smaller_formats(groups: tuple[GroupLayout, ...], form: Form) -> str:
     low = sum(a.nbytes for g in groups if not g.trainable for a in group_arrays(g, form) if a.name == "low")
     clauses += [f"casting the frozen weights to bfloat16 saves {format_bytes(low)}"] if low else []
     return "; " + ", ".join(clauses) if clauses else ""
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Host Adam on coded moments: decode, step, and code again in one pass, in place.
-#
-# In:  weights and a gradient as in `host/adam.py`; each moment as :class:`Coded`. Out: the same tensors, one
-# optimizer step later.
-#
-# The books are those of ``host/code_books.py``: 8 bits with ``dynamic8`` and ``dynamic8_unsigned`` in blocks
-# of 256, 4 bits with ``dynamic4`` and ``linear4_unsigned`` in blocks of 128. A value takes the nearest code
-# of its magnitude over the block's largest.
-#
-# Invariant: a result does not depend on the thread count, nor on where buffers are cut between blocks. The C
-# kernel multiplies by a block's inverse scale where torch divides: of one and the same FP32 moment the two
-# backends make the same scale, and codes that differ, by one, only where the value lies within 1e-6
-# (relative) of the midpoint between the two.
-
-
-@dataclass(frozen=True)
-class Coded:
-    """A moment of n elements: uint8 ``codes`` (n, or n / 2) and fp32 ``scales``, one per block."""
-
-    codes: Tensor
-    scales: Tensor
-
-    def part(self, start: int, stop: int, coding: MomentCoding) -> Coded:
-        """Elements from ``start``, where a block begins, to ``stop``; views."""
-        codes = self.codes[coding.code_bytes(start) : coding.code_bytes(stop)]
-        return Coded(codes, self.scales[start // coding.block : coding.blocks(stop)])
-
-
-def decode(moment: Coded, coding: MomentCoding, book: str) -> Tensor:
-    """The fp32 values (n) of a moment."""
-    return dequantize(moment.codes, moment.scales, book, coding.block)
-
-
-def encode(values: Tensor, moment: Coded, coding: MomentCoding, book: str) -> None:
-    """Write the codes and scales of fp32 ``values`` (n)."""
-    codes, scales = quantize(values, book, coding.block)
-    moment.codes.copy_(codes)
-    moment.scales.copy_(scales)
-
-
-@torch.no_grad()
-def coded_adamw_step(
-    master: Tensor | tuple[Tensor, Tensor],
-    exp_avg: Coded,
-    exp_avg_sq: Coded,
-    grad: Tensor,
-    hyper: AdamHyper,
-    coding: MomentCoding,
-    threads: int | None = None,
-) -> None:
-    """Take one Adam step in place; as :func:`~megacompile.state.adam.adamw_step` with coded moments.
-
-    n must be a multiple of two for 4 bits. Memory traffic with a bf16 gradient and split weights: 14
-    bytes per parameter in 8 bits, 12 in 4 bits, and the scales.
-    """
-    hi, lo = (master, None) if isinstance(master, Tensor) else master
-    state = {"master": hi} if lo is None else {"hi": hi, "lo": lo}
-    adam.check(**state, grad=grad)
-    _check(exp_avg, exp_avg_sq, coding, hi.numel())
-    threads = threads or torch.get_num_threads()
-    kernel: adam.Kernel = "int8" if coding.bits == 8 else "int4"
-    if adam.backend(kernel) == "torch":
-        for tile in _tiles(hi, lo, exp_avg, exp_avg_sq, grad, coding):
-            _torch_step(*tile, hyper, coding, threads)
-        return
-    flags = (grad.dtype == torch.bfloat16, hyper.decoupled, hyper.maximize)
-    moments = (exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales)
-    books = (_book(coding.first_book), _book(coding.second_book))
-    arguments = (hi.numel(), hi, lo, *moments, *books, grad, adam.scalars(hyper), *flags, threads)
-    adam.call_kernel("mc_adam_coded", *arguments, kernel=kernel)
-
-
-def _check(first: Coded, second: Coded, coding: MomentCoding, elements: int) -> None:
-    for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
-        need = (coding.code_bytes(elements), coding.blocks(elements))
-        have = (moment.codes.numel(), moment.scales.numel())
-        if need != have or elements * coding.bits % 8:
-            raise ValueError(f"{name} has {have} codes and scales; {elements} elements need {need}.")
-        if (moment.codes.dtype, moment.scales.dtype) != (torch.uint8, torch.float32):
-            raise ValueError(f"{name} must be uint8 codes with float32 scales.")
-        if not (moment.codes.is_contiguous() and moment.scales.is_contiguous()):
-            raise ValueError(f"{name} must be contiguous.")
-
-
-@functools.cache
-def _book(name: str) -> ctypes.Array[ctypes.c_double]:
-    return (ctypes.c_double * len(BOOKS[name]))(*BOOKS[name])
-
-
-Tile = tuple[Tensor | tuple[Tensor, Tensor], Coded, Coded, Tensor]
-
-
-def _tiles(
-    hi: Tensor, lo: Tensor | None, first: Coded, second: Coded, grad: Tensor, coding: MomentCoding
-) -> Iterator[Tile]:
-    """Views of whole blocks, few enough elements to stay in cache once decoded."""
-    for start in range(0, hi.numel(), adam.TILE):
-        stop = min(hi.numel(), start + adam.TILE)
-        part = slice(start, stop)
-        master = hi[part] if lo is None else (hi[part], lo[part])
-        yield master, first.part(start, stop, coding), second.part(start, stop, coding), grad[part]
-
-
-def _torch_step(
-    master: Tensor | tuple[Tensor, Tensor],
-    first: Coded,
-    second: Coded,
-    grad: Tensor,
-    hyper: AdamHyper,
-    coding: MomentCoding,
-    threads: int,
-) -> None:
-    m = decode(first, coding, coding.first_book)
-    v = decode(second, coding, coding.second_book)
-    adamw_step(master, m, v, grad, hyper, threads)
-    encode(m, first, coding, coding.first_book)
-    encode(v, second, coding, coding.second_book)
 
 
 assert all(adam.TILE % coding.block == 0 for coding in CODINGS.values())

@@ -109,19 +109,19 @@ def settings_of(
     names = {id(p): n for n, p in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        settings = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        settings = {k: _plain_setting(v) for k, v in group.items() if k not in ("params", "param_names")}
         parameters = [names[id(p)] for p in group["params"]]
         kept = {name: numbers[name] for name in parameters if numbers and name in numbers}
         groups.append(settings | {"parameters": parameters} | ({"numbers": kept} if kept else {}))
     return groups
 
 
-def _plain(value: Any) -> Any:
+def _plain_setting(value: Any) -> Any:
     """A tensor's number, a tuple as a list; what is no plain value is left out, as None."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [_plain_setting(v) for v in value]
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
@@ -140,7 +140,9 @@ def check_settings(
             if _is_number(now.get(key)) and not _is_number(group.get(key)):
                 raise MegacompileError(f"The {where} has no {key}.")
         for key, value in group.items():
-            if not _alike(value, now.get(key)) or (key in _RANGES and not _within(value, *_RANGES[key])):
+            if not _of_one_kind(value, now.get(key)) or (
+                key in _RANGES and not _within(value, *_RANGES[key])
+            ):
                 raise MegacompileError(f"The {where} has {key} {value!r}, the optimizer {now.get(key)!r}.")
         numbers = group.get("numbers", {})
         if not isinstance(numbers, dict) or not all(isinstance(n, dict) for n in numbers.values()):
@@ -156,12 +158,12 @@ def _within(value: Any, least: float, below: float) -> bool:
     return all(least <= v < below for v in values if _is_number(v))
 
 
-def _alike(saved: Any, now: Any) -> bool:
+def _of_one_kind(saved: Any, now: Any) -> bool:
     """Return whether a saved setting is of the kind that the optimizer's own is; None says nothing."""
     if saved is None or now is None or (_is_number(saved) and _is_number(now)):
         return True
     if isinstance(saved, list) and isinstance(now, list):
-        return len(saved) == len(now) and all(map(_alike, saved, now))
+        return len(saved) == len(now) and all(map(_of_one_kind, saved, now))
     return type(saved) is type(now)
 
 

@@ -20,15 +20,15 @@ def watch_plain_loop(model: nn.Module) -> RemovableHandle:
 
     The handle that it returns ends this; a program removes it when it takes the model over.
     """
-    return register_optimizer_step_pre_hook(_Watch(weakref.ref(model)))
+    return register_optimizer_step_pre_hook(_StepWatch(weakref.ref(model)))
 
 
 def foreign_hooks(hooks: Iterable[Any]) -> bool:
     """Return whether any of the step hooks of all optimizers is another than :func:`watch_plain_loop`'s."""
-    return any(not isinstance(hook, _Watch) for hook in hooks)
+    return any(not isinstance(hook, _StepWatch) for hook in hooks)
 
 
-class _Watch:
+class _StepWatch:
     """The hook, which torch calls before the step of any optimizer."""
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:

@@ -1,19 +1,22 @@
-"""Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read."""
+"""Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read.
+
+In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of its header and of
+each tensor: all of its bytes.
+
+A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive
+fetches it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile
+several times as much. No call holds the interpreter's lock over a block.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
 import json
 import mmap
 import os
-import threading
-import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -23,98 +26,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError
-from megacompile.state.adam import backend, call_kernel
+from megacompile.state.checked_copies import copy_checked
 from megacompile.state.host_arena import HostArena
-
-# ------------------------------------------------------------------------------------------------------------
-# A pace for threads that write while others compute: a small share of the machine until somebody waits.
-#
-# In: an event that says that somebody waits. Out: :func:`rest`, which writers call between their blocks.
-
-
-SHARE = 0.01  # of the processor time of all cores: one of 100 cores, a 50th of one where there are two
-
-
-class Pace:
-    """The pace of one thread: how long it rests. Time in which it waits for a drive counts as rest."""
-
-    def __init__(self, hurried: threading.Event) -> None:
-        self._hurried = hurried
-        self._cores = SHARE * _cores()
-        self._used, self._since = time.thread_time(), time.perf_counter()
-
-    def rest(self) -> None:
-        """Return when the thread has had no more than its share since the last call, or is hurried."""
-        due = self._since + (time.thread_time() - self._used) / self._cores
-        pause = due - time.perf_counter()
-        if pause > 0 and threading.main_thread().is_alive():  # else the process ends, and waits for this
-            self._hurried.wait(pause)
-        self._used, self._since = time.thread_time(), time.perf_counter()
-
-
-_PACE: ContextVar[Pace | None] = ContextVar("pace", default=None)
-
-
-@contextlib.contextmanager
-def paced(hurried: threading.Event) -> Iterator[None]:
-    """This thread rests, inside, where it calls :func:`rest`, until ``hurried`` is set."""
-    token = _PACE.set(Pace(hurried))
-    try:
-        yield
-    finally:
-        _PACE.reset(token)
-
-
-def rest() -> None:
-    """A point at which a thread that has a pace may rest."""
-    pace = _PACE.get()
-    if pace is not None:
-        pace.rest()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Copies of bytes with their CRC-32: in one pass by a C kernel, or by zlib after the copy.
-#
-# In: flat tensors of bytes. Out: the same bytes elsewhere, and a checksum that is zlib's.
-
-
-_ONES = 0xFFFFFFFF
-_LINE = 64  # bytes of a line of the cache
-
-
-def copy_checked(to: Tensor, source: Tensor, before: int = 0) -> int:
-    """Copy ``source``, less than 2 GiB, on this thread; CRC-32 of its bytes, continued from ``before``."""
-    done, total = 0, source.numel()
-    if backend() == "c":
-        done = min(total, -to.data_ptr() % _LINE)
-        before = _copied(to[:done], source[:done], before)
-        rest = (ctypes.c_uint8 * 16)()
-        arguments = (to[done:], source[done:], total - done, before ^ _ONES, rest)
-        moved = call_kernel("mc_copy_folded", *arguments)
-        before = zlib.crc32(rest, _ONES) if moved else before
-        done += moved
-    return _copied(to[done:total], source[done:], before)
-
-
-def _copied(to: Tensor, source: Tensor, before: int) -> int:
-    to.numpy()[:] = source.numpy()  # torch would wake other threads
-    return zlib.crc32(source.numpy().data, before)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Safetensors files: written a block at a time past the page cache, checked meanwhile, mapped to be read.
-#
-# In:  tensors by name. Out: a file that any reader of safetensors takes, and the CRC-32 of its header and of
-# each tensor: all of its bytes.
-#
-# A byte is copied once, into a small buffer, and its checksum is taken on the way. From there the drive
-# fetches it. Filling pages of the system's cache, and writing them back, costs what computes meanwhile
-# several times as much. No call holds the interpreter's lock over a block.
-
+from megacompile.state.write_throttle import rest
 
 BLOCK_BYTES = 4 << 20
 DTYPES = {

@@ -62,7 +62,7 @@ ELEMENTWISE = frozenset(
 """Classes of which each element's step depends on that element alone. No trial finds them: some look so for
 many steps."""
 _STEPS = 40  # of a trial of clones beside the optimizer itself
-_SIZES = (
+_SMALL_SIZES = (
     11,
     13,
     17,
@@ -262,14 +262,15 @@ class Foreign:
         """Return whether a parameter may be cut: each of its elements is stepped alone."""
         return parameter.param_group < 0 or self.elementwise[parameter.param_group]
 
-    # ---- settings ------------------------------------------------------------------------------------
-
     def settings(self) -> list[GroupSettings]:
         """Return each param group's settings as they are now; refuse what needs state that is not there."""
         now = [_settings(group) for group in self.optimizer.param_groups]
         for index, (values, before) in enumerate(zip(now, self._values, strict=True)):
             self._check_options(index, values)
-            if any(_kind(values.get(k)) != _kind(before.get(k)) for k in values.keys() | before.keys()):
+            if any(
+                _setting_kind(values.get(k)) != _setting_kind(before.get(k))
+                for k in values.keys() | before.keys()
+            ):
                 self._check_state(index, values)
         self._values = now
         written = [self._written(i, v) if self._writes[i] else {} for i, v in enumerate(now)]
@@ -299,15 +300,15 @@ class Foreign:
         getattr(type(member), method)(member)
         now = [_settings(group) for group in self.optimizer.param_groups]
         return [
-            GroupSettings(old, {k: v for k, v in new.items() if not _same(v, old.get(k))})
+            GroupSettings(old, {k: v for k, v in new.items() if not _same_values(v, old.get(k))})
             for old, new in zip(before, now, strict=True)
         ]
 
     def _written(self, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a step changes, whichever parameter it is of."""
-        clone = self._trial(index, values, (_SIZES[0],) * 2)
+        clone = self._trial(index, values, (_SMALL_SIZES[0],) * 2)
         self._take(index, clone)
-        return _changes(clone, values)
+        return _written_settings(clone, values)
 
     def _check_state(self, index: int, values: Mapping[str, Any]) -> None:
         for (group, shape), entries in self._entries.items():
@@ -317,8 +318,6 @@ class Foreign:
                     f"{name_of(type(self._members[index]))} keeps {', '.join(lacking)} with the settings "
                     "that its param group has now, for which no memory was laid out: compile the model again."
                 )
-
-    # ---- arrays --------------------------------------------------------------------------------------
 
     def arrays(self, group: GroupLayout) -> dict[str, tuple[torch.dtype, int]]:
         """Return dtype and elements of each flat array that a trained group has beside its masters; of a
@@ -423,8 +422,8 @@ class Foreign:
             for each in (together, *clones):
                 self._take(index, each)
             alike = all(
-                _same(_unowned(clone), _unowned(together))
-                and _same(clone.param_groups[0]["params"][0].data, p.data)
+                _same_values(_unowned(clone), _unowned(together))
+                and _same_values(clone.param_groups[0]["params"][0].data, p.data)
                 for clone, p in zip(clones, parameters, strict=True)
             )
             if not torch.equal(before, torch.random.get_rng_state()):
@@ -432,8 +431,6 @@ class Foreign:
                 self._refuse(index, "its step draws random numbers")
             if not alike:
                 self._refuse(index, "its step of one parameter depends on the others")
-
-    # ---- memory --------------------------------------------------------------------------------------
 
     def scratch_bytes(self, group: GroupLayout) -> int:
         """Return the most bytes that the step of one parameter of a trained group takes beside its state:
@@ -505,8 +502,6 @@ class Foreign:
             peaks.append(meter.peak)
         return Work(max(peaks), work.moved, work.flops)
 
-    # ---- trials and clones ---------------------------------------------------------------------------
-
     def _trial(self, index: int, values: Mapping[str, Any], *shapes: tuple[int, ...]) -> Any:
         """Return a clone over new parameters of these shapes, with gradients, at its start."""
         generator = torch.Generator().manual_seed(0)
@@ -559,8 +554,6 @@ class Foreign:
             f"{name_of(type(self._members[index]))} cannot run on the host, as {why.rstrip('.')}: use an "
             "optimizer that steps over each parameter alone, such as torch.optim.AdamW."
         )
-
-    # ---- steps ---------------------------------------------------------------------------------------
 
     def add_momentum(
         self,
@@ -706,7 +699,7 @@ class Foreign:
             getattr(clone, method)()
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.detach())
-        if not _same(_changes(clone, settings.values), settings.written):
+        if not _same_values(_written_settings(clone, settings.values), settings.written):
             raise MegacompileError(
                 f"{name_of(type(clone))} writes other settings for {slot.parameter.name} than for another "
                 "parameter, so its parameters depend on each other: use another optimizer."
@@ -800,7 +793,7 @@ def initial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
             fill = value.reshape(-1)[:1].clone().reshape(()) if like else value
             known = initial.setdefault(name, (fill, like))[0]
             uniform = bool((value == known).all()) if like and not value.is_meta else not like
-            if not (uniform and _same(fill, known)) or state.get("step", 1) != 0:
+            if not (uniform and _same_values(fill, known)) or state.get("step", 1) != 0:
                 raise MegacompileError(
                     "The optimizer has already taken steps, whose state cannot be taken over yet: give a "
                     "fresh one."
@@ -818,12 +811,12 @@ def _unowned(clone: Any) -> dict[str, Any]:
     return {k: v for k, v in clone.param_groups[0].items() if k != "params"}
 
 
-def _changes(clone: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _written_settings(clone: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a clone has written."""
-    return {k: v for k, v in _unowned(clone).items() if k not in values or not _same(v, values[k])}
+    return {k: v for k, v in _unowned(clone).items() if k not in values or not _same_values(v, values[k])}
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same_values(a: Any, b: Any) -> bool:
     """Return whether two values are equal, tensors and NaN bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -832,13 +825,13 @@ def _same(a: Any, b: Any) -> bool:
             torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         )
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(_same_values(v, b[k]) for k, v in a.items())
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
     return a is b or bool(a == b) or (a != a and b != b)
 
 
-def _kind(value: Any) -> Any:
+def _setting_kind(value: Any) -> Any:
     """Return what of a setting may decide which state is kept: of numbers, whether they are zero."""
     if isinstance(value, Tensor):
         return Tensor
@@ -848,7 +841,7 @@ def _kind(value: Any) -> Any:
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a small shape with equal sizes where the given one has, in the same order."""
     sizes = sorted({n for n in shape if n != 1})
-    return tuple(1 if n == 1 else _SIZES[sizes.index(n)] for n in shape)
+    return tuple(1 if n == 1 else _SMALL_SIZES[sizes.index(n)] for n in shape)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import ProgramError
-from megacompile.state import checkpoint, safetensors_io
+from megacompile.state import checkpoint, write_throttle
 from megacompile.state.atomic_folder import replacing
-from megacompile.state.masters import Snapshot
+from megacompile.state.snapshot import Snapshot
 from tests.support.scripts import run_script
 
 WIDTH, LAYERS = 96, 4
@@ -229,7 +229,7 @@ def test_calls_that_wait_for_the_folder(call: str, gate: Gate, tmp_path: Path) -
 def test_a_writer_that_rests_is_hurried_by_who_waits(
     call: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_io, "SHARE", 1e-9)  # as good as never
+    monkeypatch.setattr(write_throttle, "SHARE", 1e-9)  # as good as never
     program = without_room() if call == "an update without room" else compiled()
     program.train_step(batch(0))
     program.save(tmp_path / "run", wait=False)

@@ -26,7 +26,8 @@ from megacompile.json_codec import to_plain
 from megacompile.planner import plan_cache
 from megacompile.planner.baselines import read_plan
 from megacompile.schedule.plan import Plan
-from megacompile.state.model_export import describe, saved_values
+from megacompile.state.model_export import describe
+from megacompile.state.saved_values import saved_values
 from tests.support.damage import flipped, renumbered, truncated, unsealed
 from tests.support.models import Plain
 from tests.unit.report.test_page import schedule_of

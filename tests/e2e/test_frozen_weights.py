@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import BudgetError
-from megacompile.state.model_export import describe, saved_values
+from megacompile.state.model_export import describe
 from megacompile.state.model_values import ModelValues
+from megacompile.state.saved_values import saved_values
 from tests.support.models import batch_for, build
 
 STEPS = 3

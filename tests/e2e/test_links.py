@@ -18,7 +18,8 @@ from megacompile.bench import kernel_bench
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state.atomic_folder import adding_to, recover, replacing
 from megacompile.state.model_export import copy_processor
-from megacompile.state.nvme import Storage, folders_of
+from megacompile.state.nvme import Storage
+from megacompile.state.scratch_files import folders_of
 from tests.support.models import Plain, batch_for
 
 

@@ -118,7 +118,7 @@ def test_update_is_the_step_of_each_parameter_that_has_a_gradient(
 ) -> None:
     """Whichever of them have, each counts its own steps; nothing is read of a gradient that is not there."""
     from megacompile.state.adam import AdamHyper, adamw_step
-    from megacompile.state.moment_formats import Coded, coded_adamw_step
+    from megacompile.state.coded_adam import Coded, coded_adamw_step
 
     group = layout(SIZES, OWNERS, torch.float32)
     state = HostState([group], form)

@@ -25,7 +25,7 @@ from megacompile.runtime import executor
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.state import adam
-from megacompile.state.master_layout import add_rows, gather_rows
+from megacompile.state.embedding_rows import add_rows, gather_rows
 from tests.support.fake_cuda import FakeCuda
 from tests.support.reference import Habits, train_eager
 

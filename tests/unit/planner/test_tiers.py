@@ -20,7 +20,8 @@ from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_arena import padded
-from megacompile.state.host_budget import host_state_bytes, place_groups, step_bytes
+from megacompile.state.host_budget import step_bytes
+from megacompile.state.nvme_offload import host_state_bytes, place_groups
 from tests.support.problems import chain, uniform
 
 MACHINE = load_machine("rtx-4090").rates("bf16")

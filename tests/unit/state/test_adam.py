@@ -420,7 +420,7 @@ def test_a_changed_byte_or_a_cut_is_noticed(
         for content in (changed, whole[:place]):
             path.write_bytes(content)
             with pytest.raises(OSError, match="is damaged"):
-                adam._read(path)
+                adam._read_library(path)
 
 
 def test_a_library_that_is_loaded_does_not_change_with_its_file(

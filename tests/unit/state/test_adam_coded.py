@@ -14,15 +14,9 @@ from torch import Tensor
 
 from megacompile.state import adam
 from megacompile.state.adam import AdamHyper, adamw_step, join, split
-from megacompile.state.moment_formats import (
-    BOOKS,
-    CODINGS,
-    Coded,
-    MomentCoding,
-    coded_adamw_step,
-    decode,
-    encode,
-)
+from megacompile.state.code_books import BOOKS
+from megacompile.state.coded_adam import Coded, coded_adamw_step, decode, encode
+from megacompile.state.moment_formats import CODINGS, MomentCoding
 
 HYPER = AdamHyper(lr=1e-3, weight_decay=0.1, step=3)
 TIE = 1e-6  # of the midpoint: how near a value must be to it for the backends to disagree

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacompile.state.adam import backend, set_backend
-from megacompile.state.safetensors_io import copy_checked
+from megacompile.state.checked_copies import copy_checked
 
 
 @pytest.fixture(params=["auto", "torch"])

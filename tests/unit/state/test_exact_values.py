@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megacompile.state.adam import split
-from megacompile.state.masters import is_exact, write_halves
+from megacompile.state.parameter_values import is_exact, write_halves
 
 ROWS = torch.arange(12.0).view(3, 4)
 
@@ -40,7 +40,7 @@ def test_exact_values(value: Tensor, exact: bool) -> None:
 def test_values_of_any_dtype_become_the_halves_of_their_fp32_values(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacompile.state.masters._CHUNK", 1000)
+    monkeypatch.setattr("megacompile.state.parameter_values._CHUNK", 1000)
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)  # infinities and NaN too
     values = patterns.view(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16).to(dtype)
     n = values.numel()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megacompile.cli.main import main
 from megacompile.errors import BudgetError, MegacompileError, StorageError
-from megacompile.state import nvme
+from megacompile.state import drive_benchmark, nvme
 from megacompile.state.host_arena import HostArena
 from megacompile.state.nvme import BLOCK_BYTES, PAGE, Storage
 from tests.support.scripts import Script, output_of
@@ -244,7 +244,7 @@ def test_a_directory_in_ram_is_said() -> None:
 def test_bench_nvme_measures_the_drive_and_the_engine_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(nvme, "REGION_BYTES", 8 << 20)
+    monkeypatch.setattr(drive_benchmark, "REGION_BYTES", 8 << 20)
     assert main(["bench", "nvme", "--dir", str(tmp_path), "--size", "16MB"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"4 MiB +16 +[0-9.]+ +[0-9.]+ +[0-9.]+\n", text)

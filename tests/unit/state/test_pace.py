@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megacompile.state import safetensors_io
-from megacompile.state.safetensors_io import paced, rest
+from megacompile.state import write_throttle
+from megacompile.state.write_throttle import paced, rest
 
 
 class Clock:
@@ -18,8 +18,8 @@ class Clock:
         self.now = self.used = 0.0
         self.rests: list[float] = []
         times = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.used)
-        monkeypatch.setattr(safetensors_io, "time", times)
-        monkeypatch.setattr(safetensors_io, "_cores", lambda: 10)  # a tenth of one
+        monkeypatch.setattr(write_throttle, "time", times)
+        monkeypatch.setattr(write_throttle, "_cores", lambda: 10)  # a tenth of one
 
     def event(self) -> threading.Event:
         event = threading.Event()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import megacompile
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, cut_parameters, padded_elements
-from megacompile.state.checkpoint import Checkpoint, RunProgress, save_checkpoint
+from megacompile.state.checkpoint import Checkpoint, save_checkpoint
+from megacompile.state.checkpoint_manifest import RunProgress
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import StateFormat
 from tests.support.damage import resealed

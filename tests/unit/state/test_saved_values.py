@@ -9,7 +9,8 @@ import torch
 
 from megacompile.errors import MegacompileError
 from megacompile.state.checkpoint import save_checkpoint
-from megacompile.state.model_export import Description, saved_values
+from megacompile.state.model_export import Description
+from megacompile.state.saved_values import saved_values
 from tests.support.damage import resealed
 from tests.unit.state.test_recut import NOTHING, ROWS, fill, state_of
 

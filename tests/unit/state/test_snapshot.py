@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.errors import BudgetError
-from megacompile.state import masters
+from megacompile.state import snapshot as snapshot_module
 from megacompile.state.adam import AdamHyper
 from megacompile.state.host_arena import HostArena
-from megacompile.state.masters import HostState, Snapshot
+from megacompile.state.masters import HostState
+from megacompile.state.snapshot import Snapshot
 
 ELEMENTS = 64
 ROOM = 3 * mmap.PAGESIZE  # for a copy of a group: pages of weights and two moments
@@ -85,7 +86,7 @@ def test_a_change_waits_where_no_copy_can_be_made(room: str, monkeypatch: pytest
     state = state_of(2)
     snapshot, parts = taken(state, [], 0 if room == "none" else 10 * ROOM)
     if room == "refused":
-        monkeypatch.setattr(masters, "HostArena", refuse)
+        monkeypatch.setattr(snapshot_module, "HostArena", refuse)
     if room == "taken":
         assert values(parts) == 0
     waiting, wait_for = threading.Event(), snapshot._changed.wait_for
