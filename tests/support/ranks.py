@@ -35,7 +35,6 @@ from megacompile.planner.search import search
 from megacompile.runtime.block_calls import Blocks
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
-from tests.support.captures import Captures
 from tests.support.scripts import context
 
 WAIT = 600.0  # seconds for a rank's answer, before a test takes it to hang
@@ -135,6 +134,7 @@ def _run(
     import torch.distributed as dist
 
     from megacompile.distributed import collectives, rank_failures, ranks, world
+    from tests.support.warm import captures  # which the fork server has made
 
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
@@ -145,7 +145,7 @@ def _run(
     rank_failures.LAST_WORDS = world.LAST_WORDS = 10.0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
-        with Captures().shared():
+        with captures.shared():
             answer = work(rank, *arguments)
     except Exception as error:
         answer = Raised(type(error).__name__, str(error), traceback.format_exc())

@@ -1,12 +1,14 @@
 """What the first compilation of a process imports and sets up: done in the fork server, its forks have it.
 
-torch imports a third of itself when it first exports a model. Importing this module starts no thread, draws
+torch imports a third of itself when it first exports a model. Most tests of several ranks train one small
+model, whose capture is remembered here for all of them. Importing this module starts no thread, draws
 no number of the default generator, and says nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 from unittest import mock
 
@@ -16,10 +18,14 @@ from torch import nn
 
 import megacompile
 from megacompile.api import session
+from tests.support.captures import Captures
+from tests.support.models import batch_for, build
+
+captures = Captures()
 
 
 def compile_once() -> None:
-    """Compile a small model, and forget it."""
+    """Compile small models, and forget all but the capture of one."""
     with contextlib.redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         program = megacompile.compile(
@@ -27,6 +33,13 @@ def compile_once() -> None:
             loss_fn=lambda out, batch: out.sum(), example_batch=torch.zeros(2, 4, dtype=torch.bfloat16),
         )  # fmt: skip
         program.close()
+        plain = build("plain")
+        with captures.shared():
+            megacompile.compile(
+                plain, 1, optimizer=torch.optim.AdamW(plain.parameters()), device="cpu",
+                compute_dtype=torch.float32, example_batch=batch_for("plain"),
+            ).close()  # fmt: skip
+    gc.collect()  # the model and its closed program hold each other, and a fork is not to end them
     session._announce.cache_clear()  # each process says it once
 
 
