@@ -68,8 +68,6 @@ def _judge(name: str) -> Result:
     return {"status": "right", "mixes": mixes, "whole": whole, "looped": len(found) - len(whole)}
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
 _INTRODUCTION = """# Loops of architectures
 
 Made by `python -m benchmarks.loops`: every set-up of [the models' page](models.md) that reads tokens, at one

@@ -83,8 +83,6 @@ def _judge(name: str, dtype: str) -> Result:
     return judge(cases()[name], getattr(torch, dtype)).as_dict()
 
 
-# ---- the page -----------------------------------------------------------------------------------
-
 _INTRODUCTION = """# Architectures
 
 Look for your model in [what trains](#what-trains) and [what is refused](#what-is-refused). Every causal

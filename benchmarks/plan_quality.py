@@ -153,9 +153,6 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-# ---- all plans of tiny problems ---------------------------------------------------------------------
-
-
 def all_plans(work: Workload, mode: Mode) -> Iterable[Plan]:
     """Every checkpoint policy and place of saved activations per block, every residency and update per group,
     every shape."""

@@ -69,8 +69,6 @@ class _Relaxation(RelaxedStep):
         limit_updates(self, self.pushed)
         return self.program.minimise(self.period)[0]
 
-    # ---- compute ----------------------------------------------------------------------------------
-
     def _compute(self) -> None:
         for span in self.spans:
             whole = {span.end: 1.0, span.start: -1.0}
@@ -78,8 +76,6 @@ class _Relaxation(RelaxedStep):
         for before, after in pairwise(self.spans):
             self.program.at_least({after.start: 1.0, before.end: -1.0}, 0.0)
         self.program.at_least(total(self.next(self.spans[0]), {self.spans[-1].end: -1.0}), 0.0)
-
-    # ---- transfers --------------------------------------------------------------------------------
 
     def _pushes(self) -> None:
         """``pushed``: per backward when its gradients have left, and their bytes."""

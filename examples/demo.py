@@ -63,9 +63,6 @@ class History:
         return len(self.losses) * settings.batch * settings.length / self.seconds
 
 
-# ---- text ----------------------------------------------------------------------------------------
-
-
 def standard_library(root: Path | None = None) -> tuple[Tensor, Tensor]:
     """Bytes of the standard library's sources: (training text, every twentieth file held out)."""
     root = root or Path(sysconfig.get_path("stdlib"))
@@ -83,9 +80,6 @@ def random_batch(text: Tensor, settings: Settings, generator: torch.Generator) -
     starts = torch.randint(0, last, (settings.batch,), generator=generator).tolist()
     ids = torch.stack([text[s : s + settings.length] for s in starts]).long()
     return {"input_ids": ids, "labels": ids}
-
-
-# ---- model ---------------------------------------------------------------------------------------
 
 
 def byte_model(settings: Settings) -> nn.Module:
@@ -135,9 +129,6 @@ def cosine(settings: Settings) -> Callable[[int], float]:
     return factor
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
 def train(
     program: megacompile.Program, text: Tensor, held_out: Sequence[Batch], settings: Settings
 ) -> History:
@@ -167,9 +158,6 @@ def train(
 def evaluate(program: megacompile.Program, batches: Sequence[Batch]) -> float:
     """Mean loss of fixed batches, in nats per byte, under the same budget."""
     return sum(float(program.evaluate(batch)) for batch in batches) / len(batches)
-
-
-# ---- report --------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

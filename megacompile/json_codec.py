@@ -35,7 +35,7 @@ def _names(kind: type) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _later(kind: type) -> dict[str, Any]:
+def _later_fields(kind: type) -> dict[str, Any]:
     """The defaults of the fields of a dataclass that are left out where they have them, by their names."""
     return {f.name: f.default for f in fields(kind) if LATER in f.metadata}
 
@@ -62,7 +62,7 @@ def parse_json(text: str, what: str, *, finite: bool = True) -> Any:
 
 def sealed(fields: dict[str, Any]) -> dict[str, Any]:
     """Add a digest of all ``fields``, plain JSON values, to them; :func:`unsealed` checks it."""
-    return {"digest": _digest(fields), **fields}
+    return {"digest": _content_digest(fields), **fields}
 
 
 def unsealed(given: Any, what: str) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def unsealed(given: Any, what: str) -> dict[str, Any]:
     if not isinstance(given, dict) or "digest" not in given:
         raise MegacompileError(f"{what} is damaged: it has no digest.")
     found = {name: value for name, value in given.items() if name != "digest"}
-    if given["digest"] != _digest(found):
+    if given["digest"] != _content_digest(found):
         raise MegacompileError(f"{what} is damaged, or was changed: its digest is that of other content.")
     return found
 
 
-def _digest(content: dict[str, Any]) -> str:
+def _content_digest(content: dict[str, Any]) -> str:
     """SHA-256 of the values, however their text is laid out."""
     text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -89,7 +89,7 @@ def to_plain(value: Any, named: bool = True) -> Any:
     kind: type = type(value)
     names = _names(kind)
     if names is not None:
-        later, kept = _later(kind), list(names)
+        later, kept = _later_fields(kind), list(names)
         while kept and kept[-1] in later and getattr(value, kept[-1]) == later[kept[-1]]:
             kept.pop()
         items = {name: to_plain(getattr(value, name), named) for name in kept}

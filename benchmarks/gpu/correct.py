@@ -12,7 +12,9 @@ from torch import Tensor
 import megacompile
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
-from megacompile.bench.kernel_bench import OPERATIONS, OURS, check
+from megacompile.bench.kernel_bench import check
+from megacompile.bench.operations import OPERATIONS
+from megacompile.bench.providers import OURS
 from megacompile.kernels.registry import Operation
 from megacompile.units import parse_bytes
 
@@ -115,8 +117,6 @@ def _attend(inputs: list[Tensor], path: dict[str, Any]) -> list[Tensor]:
     wanted = [x for x in leaves if x.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
-
-# ---- small models ----------------------------------------------------------------------------------
 
 _WAYS = (  # what, dtype, options of compile, most that a loss may differ from eager's in float32, relative
     (

@@ -10,8 +10,10 @@ import torch
 
 from benchmarks.gpu.campaign import environment
 from benchmarks.gpu.findings import Recorder
-from megacompile.bench import kernel_bench
-from megacompile.bench.kernel_bench import OPERATIONS, OURS, Bench, inputs_of, providers
+from megacompile.bench import kernel_bench, timing
+from megacompile.bench.kernel_bench import Bench
+from megacompile.bench.operations import OPERATIONS, inputs_of
+from megacompile.bench.providers import OURS, providers
 from megacompile.kernels.registry import SPECS
 
 _CLASSES = 16384  # of a vocabulary where kernels are compiled ahead
@@ -21,10 +23,10 @@ _SPEND_MS = 60.0  # on one row, in place of the bench's own 300
 def table(to: Recorder, most: int | None = None) -> None:
     """Time each operation: milliseconds and share of the roof by provider and pass; sizes up to ``most``."""
     device = torch.device("cuda")
-    kernel_bench.SPEND_MS = _SPEND_MS
-    timer = kernel_bench.CudaTimer(device)
+    timing.SPEND_MS = _SPEND_MS
+    timer = timing.CudaTimer(device)
     with to.finding("roof") as finding:
-        roof = kernel_bench.roofline(timer, device, (torch.bfloat16,))
+        roof = timing.roofline(timer, device, (torch.bfloat16,))
         finding |= {"GB/s": roof.bandwidth / 1e9, "TFLOP/s": roof.flops[torch.bfloat16] / 1e12}
     to.require("roof")
     bench = Bench(providers([], device), device, timer, roof)
@@ -55,7 +57,7 @@ def compile_ahead() -> None:
         kernel_bench._all_results(OURS[name], inputs_of(operation, shape, torch.bfloat16, device))
 
 
-def dearest_first(roof: kernel_bench.Roofline) -> list[str]:
+def dearest_first(roof: timing.Roofline) -> list[str]:
     """Every operation of the registry, by the least time that its passes take at its first shape.
 
     Recurrences come last: Inductor compiles their eager loops for a minute or longer.
@@ -93,9 +95,9 @@ def slowest(to: Recorder, count: int = 3) -> None:
 _OURS = "regex:^(accumulate|attention|clamped|decode|gated|glu|gradient|layer|mamba2|qk|rms|rope).*_kernel$"
 _ONCE = """
 import torch
-from megacompile.bench.kernel_bench import OPERATIONS, inputs_of
+from megacompile.bench.operations import OPERATIONS, inputs_of
 from megacompile.bench.kernel_bench import _all_results
-from megacompile.bench.kernel_bench import OURS
+from megacompile.bench.providers import OURS
 operation = OPERATIONS["{name}"]
 inputs = inputs_of(operation, operation.shapes[0], torch.bfloat16, torch.device("cuda"))
 _all_results(OURS["{name}"], inputs)

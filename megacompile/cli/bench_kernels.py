@@ -20,7 +20,7 @@ on the CPU."""
 def run_kernels(options: argparse.Namespace) -> int:
     """Exit code 0, also for the ceilings that are printed where there is no GPU; 1 where a provider of ours
     is wrong, or where no GPU gives the times that ``--plan`` or ``--compare`` need."""
-    from megacompile.bench.kernel_bench import ceilings, compare, markdown, read_rows, write
+    from megacompile.bench.results import ceilings, compare, markdown, read_rows, write
 
     old = read_rows(Path(options.compare)) if options.compare else None
     work = list(_work(options))
@@ -36,7 +36,7 @@ def run_kernels(options: argparse.Namespace) -> int:
         written = write(Path(options.out), rows, hardware)  # so far, as a run may be cut short
     print(markdown(rows, hardware))
     if options.plan and bench.timer is not None:
-        from megacompile.bench.kernel_bench import worth
+        from megacompile.bench.program_targets import worth
 
         print(worth(_targets(options.plan), rows))
     if old is not None:
@@ -59,7 +59,9 @@ def _told(rows: Iterator[Any]) -> Iterator[Any]:
 
 
 def _bench(options: argparse.Namespace, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    from megacompile.bench.kernel_bench import Bench, CudaTimer, providers, roofline
+    from megacompile.bench.kernel_bench import Bench
+    from megacompile.bench.providers import providers
+    from megacompile.bench.timing import CudaTimer, roofline
 
     found = providers(options.provider, device)
     hardware: dict[str, Any] = {"torch": torch.__version__}
@@ -81,7 +83,7 @@ def _dtypes(options: argparse.Namespace) -> list[torch.dtype]:
 
 
 def _targets(plan: str) -> list[Any]:
-    from megacompile.bench.kernel_bench import read_calls, targets
+    from megacompile.bench.program_targets import read_calls, targets
 
     made, _ = targets(read_calls(Path(plan)))
     if not made:
@@ -93,7 +95,7 @@ def _targets(plan: str) -> list[Any]:
 
 def _work(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[int, ...], torch.dtype]]:
     """(operation, shape, dtype) of everything that is asked for."""
-    from megacompile.bench.kernel_bench import OPERATIONS
+    from megacompile.bench.operations import OPERATIONS
 
     names = options.op or list(OPERATIONS)
     unknown = [name for name in names if name not in OPERATIONS]

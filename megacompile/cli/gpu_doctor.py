@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.bench.kernel_bench import OPERATIONS, OURS, check
+from megacompile.bench.kernel_bench import check
+from megacompile.bench.operations import OPERATIONS
+from megacompile.bench.providers import OURS
 from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.kernels.adamw import adamw_
 from megacompile.state.adam import AdamHyper, adamw_step

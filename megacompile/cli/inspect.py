@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megacompile.errors import MegacompileError
 from megacompile.planner.search import check_fits
-from megacompile.report.explain import diff_plans, diff_schedules
 from megacompile.report.schedule import Schedule
+from megacompile.report.schedule_diff import diff_plans, diff_schedules
 from megacompile.schedule.plan import Plan
 from megacompile.schedule.plan_text import plan_table
 from megacompile.text_files import path_of, read_text

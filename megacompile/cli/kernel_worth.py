@@ -2,7 +2,7 @@
 
 In: the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as
 fast as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager
-form in :mod:`~megacompile.bench.kernel_bench`, traced on fake tensors: what its operators read and write at
+form in :mod:`~megacompile.bench.operations`, traced on fake tensors: what its operators read and write at
 the memory's bandwidth, and its products; for attention without softcap torch's own kernels, at the rates of
 the machine. Launches count on neither side.
 """
@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.bench.kernel_bench import OPERATIONS, inputs_of, operation_of
+from megacompile.bench.operations import OPERATIONS, inputs_of
+from megacompile.bench.program_targets import operation_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.hardware.kernel_ceilings import kernel_seconds
 from megacompile.hardware.machine import Machine

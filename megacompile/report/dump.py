@@ -13,7 +13,7 @@ from megacompile.errors import MegacompileError
 from megacompile.json_codec import to_plain
 from megacompile.own_files import make_own_folder, replace_text
 from megacompile.passes import PASSES
-from megacompile.report.schedule import chrome_trace
+from megacompile.report.chrome_trace import chrome_trace
 from megacompile.schedule.emit import statement
 from megacompile.schedule.plan_text import loops_text, plan_table
 from megacompile.schedule.step import Step, memory_curve

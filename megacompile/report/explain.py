@@ -1,30 +1,27 @@
-"""Explain a schedule: why a block or group is planned as it is, and what changed between two plans."""
+"""Explain why a block or weight group is planned as it is, and what every other choice for it would cost.
+
+In: a schedule and a name. Each alternative changes that block or group alone; the step it leads to is
+lowered by the real passes and simulated, so the differences are those that the search saw.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_type_hints
 
 from megacompile.errors import MegacompileError
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
-from megacompile.schedule.op_table import STREAMS, Offloaded
+from megacompile.schedule.op_table import Offloaded
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Plan
-from megacompile.schedule.plan_text import block_text, folded, group_text
+from megacompile.schedule.plan_text import block_text, group_text
 from megacompile.schedule.step import Step, peak_bytes, spilled_bytes
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
     from megacompile.report.schedule import Schedule
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Why a block or weight group is planned as it is, and what every other choice for it would cost.
-#
-# In: a schedule and a name. Each alternative changes that block or group alone; the step it leads to is
-# lowered by the real passes and simulated, so the differences are those that the search saw.
 
 
 _T = TypeVar("_T")
@@ -52,7 +49,7 @@ def explain(schedule: Schedule, name: str) -> str:
     width = max(len(a.change) for a in (chosen, *found))
     lines = [_title(schedule, blocks, groups), "", f"  {'':<{width}}{_HEAD}"]
     lines.append(
-        f"  {chosen.change:<{width}}{_seconds(chosen.seconds):>23}{format_bytes(chosen.peak_bytes):>14}"
+        f"  {chosen.change:<{width}}{_time_text(chosen.seconds):>23}{format_bytes(chosen.peak_bytes):>14}"
         f"{format_bytes(chosen.offloaded_bytes):>13}"
     )
     lines += [_row(schedule, chosen, other, width) for other in found]
@@ -91,7 +88,7 @@ def _title(schedule: Schedule, blocks: list[int], groups: list[int]) -> str:
 
 def _alternatives(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterator[Alternative]:
     seen = {schedule.step.ops}
-    for change, plan in _changes(schedule, blocks, groups):
+    for change, plan in _alternative_plans(schedule, blocks, groups):
         step = lower(schedule.work, plan, schedule.mode)
         if step.ops in seen:
             continue  # another name for a step that was already looked at
@@ -100,7 +97,9 @@ def _alternatives(schedule: Schedule, blocks: list[int], groups: list[int]) -> I
         yield Alternative(change, seconds, peak_bytes(step), most_offloaded(step))
 
 
-def _changes(schedule: Schedule, blocks: list[int], groups: list[int]) -> Iterator[tuple[str, Plan]]:
+def _alternative_plans(
+    schedule: Schedule, blocks: list[int], groups: list[int]
+) -> Iterator[tuple[str, Plan]]:
     plan, work = schedule.plan, schedule.work
     for b in blocks:
         for policy in work.blocks[b].policies:
@@ -174,100 +173,17 @@ def most_offloaded(step: Step) -> int:
     return high + step.window * spilled_bytes(step)
 
 
-def _seconds(value: float) -> str:
+def _time_text(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _change(seconds: float, whole: float) -> str:
     if abs(seconds) <= _TIE * whole:
         return "same"
-    return f"{'+' if seconds > 0 else '−'}{_seconds(abs(seconds))} ({seconds / whole:+.2%})".replace(
+    return f"{'+' if seconds > 0 else '−'}{_time_text(abs(seconds))} ({seconds / whole:+.2%})".replace(
         "(-", "(−"
     )
 
 
 def _signed(nbytes: int) -> str:
     return "same" if nbytes == 0 else f"{'+' if nbytes > 0 else '−'}{format_bytes(abs(nbytes))}"
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What changed between two plans, equal layers folded, and what that does to the predicted step.
-
-
-def diff_schedules(a: Schedule, b: Schedule) -> str:
-    """The change of plan, and of predicted time, memory and the work of each stream."""
-    names = [[item.name for item in items] for items in (a.work.blocks, a.work.groups)]
-    others = [[item.name for item in items] for items in (b.work.blocks, b.work.groups)]
-    if names != others:
-        raise MegacompileError(f"These are schedules of different models: {a.title} – {b.title}")
-    lines = [
-        text
-        for text in (_difference("model", a.title, b.title), _difference("batch and sizes", *_works(a, b)))
-        if text
-    ]
-    lines += diff_plans(a.plan, b.plan, *names)
-    if not lines:
-        return "no difference"
-    pairs = [
-        ("machine", a.machine.name, b.machine.name),
-        ("budget", format_bytes(a.budget_bytes), format_bytes(b.budget_bytes)),
-        ("mode", str(a.mode), str(b.mode)),
-    ]
-    lines += [text for pair in pairs if (text := _difference(*pair))]
-    return "\n".join([*lines, "", *_effects(a, b)])
-
-
-def _works(a: Schedule, b: Schedule) -> tuple[str, str]:
-    return ("as in the first", "as in the first" if a.work == b.work else "others in the second")
-
-
-def diff_plans(a: Plan, b: Plan, blocks: Sequence[str] = (), groups: Sequence[str] = ()) -> list[str]:
-    """One line per change; without names, blocks and groups are numbered."""
-    if (len(a.blocks), len(a.groups)) != (len(b.blocks), len(b.groups)):
-        sizes = [f"{len(p.blocks)} blocks and {len(p.groups)} weight groups" for p in (a, b)]
-        raise MegacompileError(f"These are plans of different models: {sizes[0]}, and {sizes[1]}.")
-    blocks = blocks or [f"block {i}" for i in range(len(a.blocks))]
-    groups = groups or [f"group {i}" for i in range(len(a.groups))]
-    rows = [
-        (name, f"{block_text(x)} → {block_text(y)}")
-        for name, x, y in zip(blocks, a.blocks, b.blocks, strict=True)
-        if x != y
-    ]
-    rows += [
-        (f"weights {name}", f"{group_text(x)} → {group_text(y)}".replace("weights ", ""))
-        for name, x, y in zip(groups, a.groups, b.groups, strict=True)
-        if group_text(x) != group_text(y)
-    ]
-    lines = [f"{row.title}  {row.text}" for row in folded(rows)]
-    for item in fields(a):
-        if item.name not in ("blocks", "groups", "names", "loops"):
-            lines += [t for t in [_difference(item.name, getattr(a, item.name), getattr(b, item.name))] if t]
-    return lines
-
-
-def _difference(name: str, old: object, new: object) -> str:
-    return f"{name}  {old} → {new}" if old != new else ""
-
-
-def _effects(a: Schedule, b: Schedule) -> Iterator[str]:
-    yield f"{'':<16}{'first':>12}{'second':>12}{'change':>10}"
-    rows = [("step", a.predicted_seconds, b.predicted_seconds, "s")]
-    rows += [(f"{s} busy", a.timeline.busy[s], b.timeline.busy[s], "s") for s in STREAMS]
-    rows += [
-        ("device peak", a.peak_bytes, b.peak_bytes, "B"),
-        ("offloaded", most_offloaded(a.step), most_offloaded(b.step), "B"),
-        ("operations", len(a.step.ops), len(b.step.ops), ""),
-    ]
-    for name, old, new, unit in rows:
-        if old or new:
-            cells = [_cell(value, unit) for value in (old, new)]
-            share = "same" if old == new else f"{new / old - 1:+.1%}".replace("-", "−") if old else "new"
-            yield f"{name:<16}{cells[0]:>12}{cells[1]:>12}{share:>10}"
-
-
-def _cell(value: float, unit: str) -> str:
-    if unit == "B":
-        return format_bytes(int(value))
-    if unit == "s":
-        return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-    return f"{value:,}"

@@ -1,7 +1,5 @@
 // What the canvases show: streams, memory, and what is pointed at.
 
-// ---- drawing -------------------------------------------------------------------------------------
-
 /** The first of ``order`` whose operation ends after ``moment``; ends rise along a stream. */
 function firstAfter(order, ends, moment) {
   let low = 0, high = order.length;
@@ -271,8 +269,6 @@ function drawStrip() {
   base.lineWidth = 1.5;
   base.strokeRect(a, 2.5, Math.max(3, b - a), STRIP - 1);
 }
-
-// ---- what is pointed at --------------------------------------------------------------------------
 
 const shown = () => state.hover ?? state.pin;
 

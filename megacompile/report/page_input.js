@@ -1,7 +1,5 @@
 // Moving, the pointer, search and keys; and the start.
 
-// ---- moving --------------------------------------------------------------------------------------
-
 function show(from, to) {
   const least = (last - first) * 2e-6, whole = last - first;
   const span = Math.min(whole, Math.max(least, to - from));
@@ -47,8 +45,6 @@ function otherLane(way) {
   const moment = k < 0 ? (view.from + view.to) / 2 : (ops.start[k] + ops.end[k]) / 2;
   go(order[Math.min(order.length - 1, firstAfter(order, ops.end, moment))]);
 }
-
-// ---- pointer -------------------------------------------------------------------------------------
 
 function at(event) {
   const box = stage.getBoundingClientRect();
@@ -114,8 +110,6 @@ function travel(px) {
   const centre = first + ((px - LEFT) / inner()) * (last - first), span = view.to - view.from;
   show(centre - span / 2, centre + span / 2);
 }
-
-// ---- search and keys -----------------------------------------------------------------------------
 
 const search = byId("search");
 const words = ops.kind.map((_, k) => {
@@ -183,8 +177,6 @@ document.querySelectorAll("[data-do]").forEach((button) =>
   button.addEventListener("click", () => ({ in: KEYS["+"], out: KEYS["-"], all: KEYS[0] })[button.dataset.do]()));
 document.querySelectorAll("[data-tab]").forEach((tab) => tab.addEventListener("click", () => { openTab(tab.dataset.tab); showDetail(); }));
 byId("help-open").addEventListener("click", KEYS["?"]);
-
-// ---- head ----------------------------------------------------------------------------------------
 
 function setKind(kind) {
   state.kind = kind;

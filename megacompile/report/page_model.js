@@ -13,8 +13,6 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// ---- words ---------------------------------------------------------------------------------------
-
 function seconds(value) {
   const size = Math.abs(value);
   if (size >= 1) return `${value.toFixed(size >= 100 ? 1 : 3)} s`;
@@ -34,8 +32,6 @@ const subject = (k) =>
   ops.group[k] >= 0 ? short(groups[ops.group[k]].name) : ops.block[k] >= 0 ? short(blocks[ops.block[k]].name) : "";
 const micro = (k) => (data.microBatches > 1 && ops.block[k] >= 0 ? ` · micro-batch ${ops.micro[k]}` : "");
 const title = (k) => `${kinds[ops.kind[k]]} ${subject(k)}`.trim();
-
-// ---- who belongs to whom -------------------------------------------------------------------------
 
 const groupOfName = new Map(groups.map((group, index) => [group.name, index]));
 const lanes = streams.map(() => []);
@@ -77,8 +73,6 @@ function all(test) {
   return found;
 }
 
-// ---- state ---------------------------------------------------------------------------------------
-
 const rows = [{ from: ops.start, to: ops.end, step: data.stepSeconds, tone: measured ? "predicted" : "" }];
 if (measured) rows.push({ from: measured.start, to: measured.end, step: measured.stepSeconds, tone: "measured" });
 const timed = rows.map((row) =>
@@ -95,8 +89,6 @@ for (const row of rows) {
 const view = { from: first, to: last };
 const state = { hover: null, pin: null, hits: null, kind: null, current: -1 };
 const stats = { base: 0, over: 0, rectangles: 0, milliseconds: [] };
-
-// ---- geometry ------------------------------------------------------------------------------------
 
 const stage = byId("stage");
 const base = byId("base").getContext("2d");

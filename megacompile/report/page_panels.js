@@ -1,7 +1,5 @@
 // The program, the details of an operation, the plan and the estimates beside the timeline.
 
-// ---- code ----------------------------------------------------------------------------------------
-
 const lineElements = [];
 const TOKENS = /("""|"[^"]*"|#.*$)|\b(def|for|in|pass|return|import)\b|\b(\d+)\b|\b(rt\.\w+|range|step)\b/g;
 
@@ -61,8 +59,6 @@ function showLines(scroll) {
   if (scroll && !overCode && (top < pane.scrollTop || bottom > pane.scrollTop + pane.clientHeight))
     pane.scrollTop = top - pane.clientHeight / 2;
 }
-
-// ---- details -------------------------------------------------------------------------------------
 
 function showDetail() {
   const focus = shown(), panel = byId("detail");
@@ -127,8 +123,6 @@ function chip(wait, binding) {
   button.addEventListener("click", () => go(k));
   return button;
 }
-
-// ---- plan and estimates --------------------------------------------------------------------------
 
 function buildPlan() {
   const body = data.plan.rows.map(([name, text], row) => {

@@ -31,7 +31,7 @@ def memory_timeline(
 ) -> Path:
     """Draw the device bytes of each operation of ``step``, by what holds them, under the budget."""
     figure, axes = canvas("Device memory during one training step", subtitle)
-    ops, layers = _layers(step)
+    ops, layers = _memory_layers(step)
     name, unit = ("GB", 1e9) if budget_bytes >= 2e9 else ("MB", 1e6)
     edges, floor = range(len(ops) + 1), [0.0] * (len(ops) + 1)
     for (label, heights), colour in zip(layers.items(), _COLOURS, strict=True):
@@ -89,7 +89,7 @@ def kept_before(step: Step) -> list[int]:
     return before
 
 
-def _layers(step: Step) -> tuple[list[Op], dict[str, list[int]]]:
+def _memory_layers(step: Step) -> tuple[list[Op], dict[str, list[int]]]:
     """Operations that take memory, and by what holds it the tops of the stacked bytes at each."""
     fixed = step.slab_bytes + step.constant_bytes
     constants = " and constants" if step.constant_bytes > fixed / 100 else ""

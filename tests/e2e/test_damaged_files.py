@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench.kernel_bench import Row, read_calls, read_rows
+from megacompile.bench.kernel_bench import Row
+from megacompile.bench.program_targets import read_calls
+from megacompile.bench.results import read_rows
 from megacompile.blocks.costs import KernelCall
 from megacompile.cli.inspect import read_schedule
 from megacompile.hardware.catalog import MachineProfile, profile_json, read_profile

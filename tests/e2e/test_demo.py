@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.report.plots import _layers, loss_curve, memory_timeline
+from megacompile.report.plots import _memory_layers, loss_curve, memory_timeline
 from megacompile.schedule.op_table import Saved
 from megacompile.schedule.step import Op, Step, memory_curve, peak_bytes
 from tests.support.examples import load_example
@@ -36,7 +36,7 @@ def two_blocks() -> Step:
 
 
 def test_layers_of_the_timeline_stack_up_to_the_memory_curve() -> None:
-    ops, layers = _layers(two_blocks())
+    ops, layers = _memory_layers(two_blocks())
     fixed, kept, total = layers.values()
     assert [op.kind for op in ops] == ["forward", "forward", "backward"]
     assert fixed == [6, 6, 6]

@@ -16,7 +16,7 @@ import pytest
 from megacompile.cli.main import _build, main
 from megacompile.cli.presets import PRESETS
 from megacompile.hardware.catalog import load_machine
-from megacompile.report.schedule import _SCRIPTS
+from megacompile.report.schedule_page import _SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (

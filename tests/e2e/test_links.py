@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench import kernel_bench
+from megacompile.bench import results
 from megacompile.errors import DiskError, MegacompileError
 from megacompile.state.atomic_folder import adding_to, recover, replacing
 from megacompile.state.model_export import copy_processor
@@ -179,7 +179,7 @@ def test_benchmarks_follow_no_link(theirs: Path, tmp_path: Path) -> None:
     names = ("kernels.json", "kernels.csv", "kernels.md")
     for name in names:
         (tmp_path / name).symlink_to(theirs / "precious")
-    kernel_bench.write(tmp_path, [], {"device": "a card"})
+    results.write(tmp_path, [], {"device": "a card"})
     assert not any((tmp_path / name).is_symlink() for name in names)
 
 

@@ -122,9 +122,6 @@ def _replayed(x: Any) -> Any:
     return x.view() if isinstance(x, _Place) else x
 
 
-# ---- operators that the CPU has under another name, or with other results ------------------------
-
-
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: Any = None
 ) -> Any:

@@ -24,7 +24,7 @@ from benchmarks.gpu.campaign import OK, ROOT, WRONG, Stage, drive
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page
 from benchmarks.gpu.stages import stages
-from megacompile.bench import kernel_bench
+from megacompile.bench import kernel_bench, operations
 from tests.simulated.device import simulated
 from tests.simulated.numbers import Numbers, failures, runtime
 
@@ -64,12 +64,12 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inputs_of(operation: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Inputs drawn on the host: a generator of the simulated device draws nothing."""
-    drawn = kernel_bench.inputs_of(operation, shape, dtype, torch.device("cpu"))
+    drawn = operations.inputs_of(operation, shape, dtype, torch.device("cpu"))
     return [x.detach().to(device).requires_grad_(x.requires_grad) for x in drawn]
 
 
 def _gradients_like(outputs: Any) -> list[torch.Tensor]:
-    drawn = kernel_bench.gradients_like([o.detach().cpu() for o in outputs])
+    drawn = operations.gradients_like([o.detach().cpu() for o in outputs])
     return [x.to(o.device) for x, o in zip(drawn, outputs, strict=True)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacompile.bench.kernel_bench import FLUSH_BYTES, CudaTimer
+from megacompile.bench.timing import FLUSH_BYTES, CudaTimer
 
 
 def test_timing_goes_on_without_graphs() -> None:

@@ -196,8 +196,6 @@ def test_replicas_on_gpus_train_as_on_cpus() -> None:
     assert gpus[:2] == gpus[2:] and gpus[0] != gpus[1]  # equal replicas of unequal shards
 
 
-# ---- waits ---------------------------------------------------------------------------------------
-
 # Who waits, for what kind of operation, and what is late. What compute waits for before it frees a gradient
 # is implied by its later waits: collectives are in one order.
 WAITS = [
@@ -262,8 +260,6 @@ def on_cpu(rank: int) -> list[float]:
     return sums("cpu", rank)
 
 
-# ---- faults --------------------------------------------------------------------------------------
-
 STALL = 20.0  # seconds that ranks wait for each other
 
 
@@ -284,9 +280,6 @@ def test_a_rank_that_fails_is_named_by_the_others(how: str, where: str, count: i
         assert failed is None
     if how == "raises":
         assert failed == "the card fell out"
-
-
-# ---- devices -------------------------------------------------------------------------------------
 
 
 def refused(rank: int, size: int) -> None:

@@ -66,10 +66,6 @@ def _upto(lengths: list[int], most: int) -> Tensor:
     return torch.arange(most)[None] < torch.tensor(lengths)[:, None]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Images in patches of their own number.
-
-
 def _grids(name: str, **text: Any) -> Callable[[], nn.Module]:
     vision = GRIDS | {"num_hidden_layers": 2, "num_attention_heads": 4}
     return lambda: _named(
@@ -216,10 +212,6 @@ def _lfm2(seed: int) -> dict[str, Tensor]:
     return rows([[h * w // 4 for h, w in row] for row in _SIZES], seed, 0, 40) | _naflex(seed)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Images of one size, and video.
-
-
 def _ovis() -> nn.Module:
     vision = TOWER | {"image_size": 56, "vocab_size": 64, "hidden_stride": 2}
     return _named(
@@ -292,9 +284,6 @@ def _actions(seed: int) -> dict[str, Tensor]:
         "timestep": normal(seed, 2).sigmoid(),
     }
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Sound.
 
 _EARS: dict[str, Any] = {
     "num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
@@ -378,10 +367,6 @@ def _sound_and_text(seed: int) -> dict[str, Any]:
     mask = _upto([12, 8 + seed], 12).long()
     sound = {"input_features": normal(seed, 2, 1, 100, 8), "is_longer": torch.zeros(2, 1, dtype=torch.bool)}
     return sound | {"input_ids": ids.where(mask > 0, 1), "attention_mask": mask, "return_loss": True}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Pixels in classes.
 
 
 def _upernet() -> nn.Module:

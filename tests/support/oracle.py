@@ -109,9 +109,6 @@ def _pairs(ops: tuple[Op, ...]) -> set[tuple[int, int]]:
     return pairs
 
 
-# ---- execution ----------------------------------------------------------------------------------
-
-
 class UnsafeError(AssertionError):
     """An order was found in which an operation sees what it should not."""
 

@@ -86,8 +86,6 @@ def with_op(step: Step, index: int, *replacement: Op) -> Step:
     return step.with_(ops=(*step.ops[:index], *replacement, *step.ops[index + 1 :]))
 
 
-# ---- strategies ---------------------------------------------------------------------------------
-
 MODES = [
     Mode("train"),
     Mode("train", deferred=True),

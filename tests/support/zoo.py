@@ -71,9 +71,6 @@ def packed_batch(seed: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
 
-# ---- transformers -------------------------------------------------------------------------------
-
-
 def model_class_of(name: str) -> Any:
     """The class that ``AutoModelForCausalLM`` makes for a model type, or the class of that name."""
     import transformers
@@ -208,9 +205,6 @@ _TRANSFORMERS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[int], Bat
         _map_batch,
     ),
 }  # fmt: skip
-
-
-# ---- plain modules ------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):

@@ -4,7 +4,7 @@
 __thread int dry;
 API void cudasim_dry(int on) { dry = on; }
 
-// ---- host memory that a copy is on its way to or from ----
+// Host memory that a copy is on its way to or from.
 typedef struct Flight {
   uint64_t address;
   size_t bytes;
@@ -39,7 +39,6 @@ int copy_under_way(uint64_t address, size_t bytes) {
   return found;
 }
 
-// ---- copies ----
 static void run_copy(Op *op) {
   void *source = op->staging ? op->staging : op->source;
   if (reachable(op->target, op->bytes, "a copy") && reachable(source, op->bytes, "a copy"))
@@ -106,7 +105,6 @@ API cudaError_t cudaMemcpy2DAsync(void *target, size_t target_pitch, const void 
   return 0;
 }
 
-// ---- memsets ----
 static void run_set(Op *op) {
   if (reachable(op->target, op->bytes, "a memset")) memset(bytes_at(op->target), op->value, op->bytes);
 }

@@ -10,7 +10,6 @@ atomic_long launches, copies, stubs, contexts, calls, requests;
 __thread int device;
 static __thread cudaError_t last_error;
 
-// ---- settings ----
 static struct { const char *name; long *value; } names[] = {
     {"total", &settings.total},     {"context", &settings.context}, {"lock_limit", &settings.lock_limit},
     {"lag_us", &settings.lag_us},   {"copy_us", &settings.copy_us}, {"poison", &settings.poison},
@@ -35,7 +34,6 @@ __attribute__((constructor(101))) static void read_environment(void) {
   }
 }
 
-// ---- what tests ask ----
 static char violations[1 << 16];
 static pthread_mutex_t say = PTHREAD_MUTEX_INITIALIZER;
 void violation(const char *format, ...) {
@@ -70,7 +68,6 @@ API long cudasim_stub(const char *name, long code) {
   return code;
 }
 
-// ---- faults ----
 static pthread_mutex_t faults = PTHREAD_MUTEX_INITIALIZER;
 void count_call(void) {
   calls++;
@@ -89,7 +86,6 @@ int refused(void) {
   return now;
 }
 
-// ---- errors ----
 cudaError_t ret(cudaError_t error) {
   if (error) last_error = error;
   return error;
@@ -126,7 +122,6 @@ API const char *cudaGetErrorString(cudaError_t e) {
 API CUresult cuGetErrorString(CUresult e, const char **s) { return *s = cudaGetErrorString((cudaError_t)e), 0; }
 API CUresult cuGetErrorName(CUresult e, const char **s) { return *s = cudaGetErrorName((cudaError_t)e), 0; }
 
-// ---- kernels of the runtime ----
 typedef struct { const void *host; const char *name; } Kernel;
 static Kernel *kernels;
 static long kernel_count, kernel_room;
@@ -195,7 +190,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, c
   return *n = 2, 0;
 }
 
-// ---- kernels of the driver: Triton's ----
+// Kernels of the driver: Triton's.
 API CUresult cuModuleLoad(CUmodule *m, const char *file) { return *m = malloc(8), 0; }
 API CUresult cuModuleLoadData(CUmodule *m, const void *image) { return *m = malloc(8), 0; }
 API CUresult cuModuleLoadDataEx(CUmodule *m, const void *image, unsigned n, CUjit_option *o, void **v) { return *m = malloc(8), 0; }
@@ -219,7 +214,6 @@ API CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, u
 API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int block, size_t shared) { return *n = 2, 0; }
 API CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { return *n = 66, 0; }
 
-// ---- functions of the driver by name ----
 API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **p, unsigned version, unsigned long long flags,
                                                  enum cudaDriverEntryPointQueryResult *status) {
   static void *self;

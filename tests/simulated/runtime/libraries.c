@@ -88,7 +88,6 @@ API cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s
 API cudaError_t cudaProfilerStart(void) { return 0; }
 API cudaError_t cudaProfilerStop(void) { return 0; }
 
-// ---- the driver ----
 #undef cuCtxPushCurrent
 #undef cuCtxPopCurrent
 #undef cuDeviceTotalMem
@@ -109,7 +108,6 @@ API CUresult cuCtxGetDevice(CUdevice *d) { return *d = device, 0; }
 API CUresult cuCtxSetLimit(CUlimit l, size_t v) { return 0; }
 API CUresult cuCtxGetLimit(size_t *v, CUlimit l) { return *v = 1 << 20, 0; }
 
-// ---- cuBLAS, cuSOLVER, cuDNN, NVML ----
 static int new_handle(void **h) { return *h = calloc(1, 4096), 0; }
 API int cublasCreate_v2(void **h) { return new_handle(h); }
 API int cublasLtCreate(void **h) { return new_handle(h); }

@@ -61,7 +61,6 @@ int reachable(void *p, size_t bytes, const char *what) {
   return ok;
 }
 
-// ---- bytes behind addresses ----
 static int back(uint64_t address, size_t bytes, uint64_t offset) {
   if (file < 0) {
     file = memfd_create("cudasim", MFD_CLOEXEC);
@@ -91,7 +90,6 @@ static void add_range(uint64_t start, uint64_t bytes, uint64_t offset, Handle *h
   ranges = r;
 }
 
-// ---- malloc ----
 API cudaError_t cudaMalloc(void **p, size_t bytes) {
   ENTER;
   *p = 0;
@@ -134,7 +132,6 @@ API cudaError_t cudaMemGetInfo(size_t *available, size_t *all) {
   return 0;
 }
 
-// ---- virtual memory, as expandable segments use it ----
 API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *properties,
                                            CUmemAllocationGranularity_flags flags) {
   *granularity = GRANULE;
@@ -222,7 +219,6 @@ API CUresult cuMemUnmap(CUdeviceptr p, size_t bytes) {
   return 0;
 }
 
-// ---- page-locked host memory ----
 static uint64_t first_page(uint64_t p) { return p / PAGE * PAGE; }
 static Lock *lock_at(uint64_t p) {
   Lock *l = locks;

@@ -31,7 +31,6 @@ typedef struct Exchange {
   Part parts[];
 } Exchange;
 
-// ---- communicators ----
 static struct sockaddr_un address_of(const Id *id, int rank, socklen_t *size) {
   struct sockaddr_un a = {.sun_family = AF_UNIX};
   int n = snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%s-%d", id->name, rank);  // abstract: no file
@@ -107,7 +106,6 @@ API int ncclCommUserRank(Comm *c, int *n) { return *n = c->rank, SUCCESS; }
 API const char *ncclGetErrorString(int error) { return error ? "simulated NCCL: an error" : "no error"; }
 API const char *ncclGetLastError(Comm *c) { return "simulated NCCL"; }
 
-// ---- an operation of a stream ----
 static ssize_t move(int s, Part *p) {  // a bit more of it, as much as goes without waiting
   int flags = MSG_DONTWAIT | MSG_NOSIGNAL, in_head = p->done < sizeof p->head;
   char *at = in_head ? (char *)&p->head + p->done : (char *)bytes_at(p->at) + p->done - sizeof p->head;
@@ -165,7 +163,7 @@ static void run_exchange(Op *op) {
   e->comm->under_way--;
 }
 
-// ---- groups: what a thread adds between start and end is one operation ----
+// Groups: what a thread adds between start and end is one operation.
 static __thread int depth, part_count;
 static __thread Part *collected;
 static __thread Comm *collected_by;

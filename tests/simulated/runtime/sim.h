@@ -47,7 +47,6 @@ extern struct Settings settings;
 extern _Atomic int sticky;  // an error of the device: every later call says it
 extern atomic_long launches, copies, stubs;
 
-// ---- errors ----
 cudaError_t ret(cudaError_t error);            // remember as this thread's last error
 void violation(const char *format, ...);       // something that a real device forbids or leaves undefined
 #define ENTER                                  \
@@ -61,7 +60,6 @@ int refused(void);            // whether this request for memory shall be refuse
 extern __thread int device;   // of the calling thread
 extern atomic_long contexts;  // a bit for each device that this process has a context on
 
-// ---- streams ----
 typedef struct Record Record;
 typedef struct Op {
   void (*run)(struct Op *);
@@ -79,14 +77,12 @@ void enqueue(Stream *stream, Op *op);
 void wait_idle(Stream *stream);
 void wait_all(void);
 
-// ---- memory ----
 int is_device(const void *p);
 void *bytes_at(void *p);                                   // where the bytes of any pointer are
 int reachable(void *p, size_t bytes, const char *what);    // mapped device memory, or the host's
 int page_locked(const void *p, size_t bytes);              // 1 yes, 0 no, -1 in part or over several
 size_t device_bytes_used(void);
 
-// ---- copies and launches ----
 int copy_under_way(uint64_t address, size_t bytes);
 cudaError_t launch(const void *kernel, cudaStream_t stream);
 extern __thread int dry;  // copies and memsets on the device do nothing while this thread computes numbers itself

@@ -34,7 +34,6 @@ static double now(void) {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-// ---- operations ----
 Op *new_op(void (*run)(Op *)) {
   Op *op = calloc(1, sizeof *op);
   op->run = run;
@@ -85,7 +84,6 @@ void enqueue(Stream *s, Op *op) {
   pthread_mutex_unlock(&s->lock);
 }
 
-// ---- streams ----
 static Stream *new_stream(unsigned flags, int priority) {
   Stream *s = calloc(1, sizeof *s);
   pthread_mutex_init(&s->lock, 0);
@@ -172,7 +170,6 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureS
 }
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
 
-// ---- host functions ----
 static void run_function(Op *op) { op->function(op->target); }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void *data) {
   ENTER;
@@ -193,7 +190,7 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t funct
   return 0;
 }
 
-// ---- events: a wait takes the record that the event has when the wait is issued ----
+// Events: a wait takes the record that the event has when the wait is issued.
 static Record *new_record(int references) {
   Record *r = calloc(1, sizeof *r);
   r->references = references;

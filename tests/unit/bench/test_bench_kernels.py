@@ -18,21 +18,12 @@ import torch
 import megacompile
 from benchmarks.gpu import kernel_table
 from megacompile.bench import kernel_bench
-from megacompile.bench.kernel_bench import (
-    OPERATIONS,
-    Bench,
-    Roofline,
-    Row,
-    Times,
-    compare,
-    markdown,
-    providers,
-    read_calls,
-    read_rows,
-    targets,
-    worth,
-    write,
-)
+from megacompile.bench.kernel_bench import Bench, Row
+from megacompile.bench.operations import OPERATIONS
+from megacompile.bench.program_targets import read_calls, targets, worth
+from megacompile.bench.providers import providers
+from megacompile.bench.results import compare, markdown, read_rows, write
+from megacompile.bench.timing import Roofline, Times
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
 from megacompile.kernels.registry import Shape
@@ -78,7 +69,7 @@ def rows(name: str, *files: Path, timer: FakeTimer | None = None) -> list[Row]:
 
 
 def test_the_cases_alone_bring_every_operator_and_the_dearest_is_timed_first() -> None:
-    asked = "from megacompile.bench.kernel_bench import OPERATIONS; print(*OPERATIONS)"
+    asked = "from megacompile.bench.operations import OPERATIONS; print(*OPERATIONS)"
     ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     order = kernel_table.dearest_first(Roofline(3e12, {torch.bfloat16: 8e14}))
     assert sorted(order) == sorted(SMALL) == sorted(ran.stdout.split())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.bench.kernel_bench import OURS
+from megacompile.bench.providers import OURS
 from megacompile.cli import gpu_doctor
 from megacompile.cli.main import main
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacompile.bench.kernel_bench import operation_of
+from megacompile.bench.program_targets import operation_of
 from megacompile.blocks.costs import KernelCall
 from megacompile.cli.kernel_worth import worth
 from megacompile.graph.fusion_rewriter import PATTERNS

@@ -1,4 +1,5 @@
-"""What is counted in machine code, and what follows for a chip: see ``benchmarks/kernel_gate.py``."""
+"""What is counted in machine code, and what follows for a chip: see ``benchmarks/machine_code.py``
+and ``benchmarks/kernel_ceilings.py``."""
 
 import importlib.util
 from dataclasses import replace
@@ -6,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernel_gate as gate
-from benchmarks.kernel_gate import CHIPS, Ceiling
-from megacompile.bench.kernel_bench import ceilings as printed
+from benchmarks import kernel_ceilings, machine_code
+from megacompile.bench.results import ceilings as printed
 from megacompile.kernels._triton import Launch
-from megacompile.kernels.chips import CEILINGS, changes, read_ceilings, slow, worse, write_table
+from megacompile.kernels.chips import (
+    CEILINGS,
+    CHIPS,
+    Ceiling,
+    changes,
+    read_ceilings,
+    slow,
+    worse,
+    write_table,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"
@@ -52,52 +61,54 @@ def launch(warps: int = 8, stages: int = 2, **constants: int) -> Launch:
     return Launch(attention_forward_kernel, (1000, 32), (), constants, warps, stages)
 
 
-def names(code: list[gate.Instruction]) -> list[str]:
+def names(code: list[machine_code.Instruction]) -> list[str]:
     return [x.opcode for x in code]
 
 
 def test_the_hot_path_skips_masks_and_waits_that_lie_elsewhere() -> None:
     wanted = ["LDGSTS", "BRA", "HGMMA", "HGMMA", "BRA", "MUFU", "FFMA", "BRA"]
-    assert names(gate.Flow(LOOP).hottest()) == wanted
-    assert "FSEL" in names(gate.Flow(LOOP.replace("@P1 BRA", "@P1 NOP")).hottest())
+    assert names(machine_code.Flow(LOOP).hottest()) == wanted
+    assert "FSEL" in names(machine_code.Flow(LOOP.replace("@P1 BRA", "@P1 NOP")).hottest())
 
 
 def test_a_kernel_without_a_loop_is_counted_whole() -> None:
     straight = LOOP.replace("@P3 BRA `(.L_x_0)", "NOP").replace("@!P0 BRA `(.L_x_3)", "NOP")
-    assert {"LDG", "HGMMA", "STG", "EXIT"} <= set(names(gate.Flow(straight).hottest()))
+    assert {"LDG", "HGMMA", "STG", "EXIT"} <= set(names(machine_code.Flow(straight).hottest()))
 
 
 def test_products_tell_their_shapes() -> None:
-    code = gate.Flow(LOOP).hottest()
+    code = machine_code.Flow(LOOP).hottest()
     shapes = [(p.kind, p.m, p.n, p.k, p.shared) for x in code if (p := x.product)]
     assert shapes == [("HGMMA", 64, 128, 16, True), ("HGMMA", 64, 64, 16, False)]
     text = "/*0*/ UMOV UR15, 0x8100490 ;\n/*1*/ UTCHMMA gdesc[UR2], gdesc[UR4], tmem[UR7], idesc[UR15] ;"
-    assert gate.parse(text)[0][1].product == gate.Product("UTCHMMA", 128, 64, 16)
-    assert gate.Instruction("HMMA.16816.F32.BF16", "R4, R8, R12, R4").product == gate.Product(
+    assert machine_code.parse(text)[0][1].product == machine_code.Product("UTCHMMA", 128, 64, 16)
+    assert machine_code.Instruction("HMMA.16816.F32.BF16", "R4, R8, R12, R4").product == machine_code.Product(
         "HMMA", 16, 8, 16
     )
 
 
 def test_bytes_of_instructions() -> None:
     sizes = {"LDG.E.128": 16, "LDG.E": 4, "LDG.E.U16": 2, "STG.E.64": 8, "LDSM.16.M88.4": 16, "LDS.U.128": 16}
-    assert {name: gate.Instruction(name, "R4").lane_bytes for name in sizes} == sizes
-    assert gate.Instruction("LDS.128", "R4").global_bytes == 0
+    assert {name: machine_code.Instruction(name, "R4").lane_bytes for name in sizes} == sizes
+    assert machine_code.Instruction("LDS.128", "R4").global_bytes == 0
 
 
 def test_a_load_flies_until_its_value_is_named() -> None:
-    loads = [gate.Instruction("LDG.E.128", f"R{r}, desc[UR4][R2.64]") for r in (4, 8)]
-    use = gate.Instruction("FADD", "R20, R7, R7")
-    assert gate.in_flight([*loads, use], stages=3) == 2 * 512
-    assert gate.in_flight([loads[0], use, loads[1]], stages=3) == 2 * 512, "the next iteration's beside it"
-    both = gate.Instruction("FADD", "R20, R7, R9")
-    assert gate.in_flight([loads[0], use, loads[1], both], stages=3) == 512
-    copy = gate.Instruction("LDGSTS.E.BYPASS.128", "[R9], desc[UR4][R2.64]")
-    assert [gate.in_flight([copy], stages) for stages in (1, 2, 4)] == [512, 512, 1536]
+    loads = [machine_code.Instruction("LDG.E.128", f"R{r}, desc[UR4][R2.64]") for r in (4, 8)]
+    use = machine_code.Instruction("FADD", "R20, R7, R7")
+    assert machine_code.in_flight([*loads, use], stages=3) == 2 * 512
+    assert machine_code.in_flight([loads[0], use, loads[1]], stages=3) == 2 * 512, (
+        "the next iteration's beside it"
+    )
+    both = machine_code.Instruction("FADD", "R20, R7, R9")
+    assert machine_code.in_flight([loads[0], use, loads[1], both], stages=3) == 512
+    copy = machine_code.Instruction("LDGSTS.E.BYPASS.128", "[R9], desc[UR4][R2.64]")
+    assert [machine_code.in_flight([copy], stages) for stages in (1, 2, 4)] == [512, 512, 1536]
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, given: Launch, arch: int = 90) -> Ceiling:
-    monkeypatch.setattr(gate, "disassemble", lambda _: LOOP)
-    return gate.ceiling(given, b"", arch, (128, 64 << 10), ("m", "c", "k", 0))
+    monkeypatch.setattr(kernel_ceilings, "disassemble", lambda _: LOOP)
+    return kernel_ceilings.ceiling(given, b"", arch, (128, 64 << 10), ("m", "c", "k", 0))
 
 
 def test_a_ceiling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +140,10 @@ def test_a_spill_in_the_hot_loop_is_a_fault_and_one_before_it_is_none(
         (LOOP.replace(exponential, "LDL.64 R24, [R1] ;"), 1),
         (LOOP.replace("LDG.E.128", "STL"), 0),
     ):
-        monkeypatch.setattr(gate, "disassemble", lambda _, text=spilled: text)
-        row = gate.ceiling(launch(BLOCK_M=128, BLOCK_N=16), b"", 90, (128, 64 << 10), ("m", "c", "k", 0))
+        monkeypatch.setattr(kernel_ceilings, "disassemble", lambda _, text=spilled: text)
+        row = kernel_ceilings.ceiling(
+            launch(BLOCK_M=128, BLOCK_N=16), b"", 90, (128, 64 << 10), ("m", "c", "k", 0)
+        )
         assert row.spills == count
         assert ["spills in its hot loop" in fault for fault in slow([row])] == [True] * count
 
@@ -151,8 +164,11 @@ def test_too_few_bytes_in_flight_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_multiprocessor_holds() -> None:
     chip = CHIPS[90]
-    assert gate.resident(chip, 255, 0, 8) == 1 and gate.resident(chip, 128, 0, 8) == 2
-    assert gate.resident(chip, 32, 100 << 10, 4) == 2 and gate.resident(chip, 32, 0, 4) == 16
+    assert kernel_ceilings.resident(chip, 255, 0, 8) == 1 and kernel_ceilings.resident(chip, 128, 0, 8) == 2
+    assert (
+        kernel_ceilings.resident(chip, 32, 100 << 10, 4) == 2
+        and kernel_ceilings.resident(chip, 32, 0, 4) == 16
+    )
 
 
 def test_the_table_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +219,7 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
     """Scores are needed once, however often they are computed; dk and dv apart need as much as together."""
     given = launch(DIM=192, V_DIM=128, BLOCK_M=32, BLOCK_N=64, **more)
     given.kernel.__name__ = kernel
-    assert gate.needed_flops(given) == 2 * 32 * 64 * widths
+    assert kernel_ceilings.needed_flops(given) == 2 * 32 * 64 * widths
 
 
 @pytest.mark.parametrize(
@@ -229,4 +245,4 @@ def test_products_that_the_formula_needs(kernel: str, more: dict[str, int], widt
 def test_products_that_a_chunk_needs(kernel: str, flops: int) -> None:
     given = launch(DIM=96, CHUNK=64, BLOCK_D=32 if "chunk" in kernel else 128, BLOCK_V=16)
     given.kernel.__name__ = kernel
-    assert gate.needed_flops(given) == flops
+    assert kernel_ceilings.needed_flops(given) == flops

@@ -20,8 +20,9 @@ from megacompile.hardware.measured_step import align, compare
 from megacompile.hardware.simulate import simulate
 from megacompile.json_codec import from_plain, parse_json, to_plain
 from megacompile.passes import lower
+from megacompile.report.chrome_trace import chrome_trace
 from megacompile.report.explain import most_offloaded
-from megacompile.report.schedule import Schedule, chrome_trace
+from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, Plan
 from megacompile.schedule.step import peak_bytes
 from tests.support.damage import resealed
@@ -127,9 +128,6 @@ def test_numbers_that_are_none_are_refused() -> None:
         from_plain(float, math.inf, "x")
 
 
-# ---- trace ---------------------------------------------------------------------------------------
-
-
 METADATA = {"process_name": str, "thread_name": str, "thread_sort_index": int}
 FIELDS = {
     "M": {"name", "ph", "pid", "tid", "args"},
@@ -203,9 +201,6 @@ def test_any_steps_trace_is_one_that_strict_readers_take(data: st.DataObject) ->
     read_trace(json.dumps(chrome_trace(schedule), allow_nan=False))
 
 
-# ---- measured ------------------------------------------------------------------------------------
-
-
 def test_a_run_is_aligned_and_compared_operation_by_operation() -> None:
     schedule = schedule_of(4, 2)
     step, timeline = schedule.step, schedule.timeline
@@ -227,9 +222,6 @@ def test_a_run_is_aligned_and_compared_operation_by_operation() -> None:
     assert part is not None and part.starts[5] is None
     text = str(replace(schedule, measured=found))
     assert "measured beside predicted" in text and "3.00" in text
-
-
-# ---- explain and diff ----------------------------------------------------------------------------
 
 
 def test_an_explanation_gives_the_cost_of_each_other_choice() -> None:

@@ -20,7 +20,8 @@ from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.measured_step import align
 from megacompile.json_codec import sealed
 from megacompile.report import schedule as schedules
-from megacompile.report.schedule import Schedule, page_data, render_page
+from megacompile.report.schedule import Schedule
+from megacompile.report.schedule_page import page_data, render_page
 from megacompile.schedule.op_table import SPECS
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from tests.support.browser import Browser, find_browser, texts
@@ -80,9 +81,6 @@ def with_run(schedule: Schedule) -> Schedule:
         )
     ]
     return replace(schedule, measured=align(schedule.step, trace))
-
-
-# ---- without a browser ---------------------------------------------------------------------------
 
 
 class _Tags(HTMLParser):
@@ -170,8 +168,6 @@ def test_its_weight_slots_are_those_of_the_printed_schedule() -> None:
     ):
         assert re.search(rf"^  {name} +{nbytes:,} ", printed, re.MULTILINE), name
 
-
-# ---- in a browser --------------------------------------------------------------------------------
 
 LARGE = (126, 4)
 

@@ -122,9 +122,6 @@ def close(got: Tensor, expected: Tensor, scale: Tensor) -> None:
     assert ((got.double() - expected.double()).abs() <= ULP * 2.0**-23 * scale).all()
 
 
-# ---- Halves ----
-
-
 def structured_bits() -> Iterator[Tensor]:
     """Every high half with telling low halves, every low half with telling high ones, a sweep."""
     every = np.arange(1 << 16, dtype=np.uint32)
@@ -162,8 +159,6 @@ def test_high_half_is_bf16_to_nearest(any_backend: str) -> None:
     split(x, hi.view(torch.int16), lo)  # the int16 view is taken too
     assert ((hi.double() - x).abs() <= (x.bfloat16().double() - x).abs()).all()
 
-
-# ---- The step ----
 
 hypers = st.builds(
     AdamHyper,
@@ -309,9 +304,6 @@ def test_private_torch_api_is_there() -> None:
             assert name in schema
 
 
-# ---- Refusals ----
-
-
 @pytest.mark.parametrize(
     ("position", "bad", "says"),
     [
@@ -341,9 +333,6 @@ def test_bad_halves_and_hyper_parameters_are_named() -> None:
         AdamHyper(lr=1e-3, beta2=1.0)
     with pytest.raises(ValueError, match="counts from 1"):
         AdamHyper(lr=1e-3, step=0)
-
-
-# ---- Building the kernel ----
 
 
 def needs_compiler() -> None:

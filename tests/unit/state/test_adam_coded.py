@@ -153,9 +153,6 @@ def test_codes_of_an_unchanged_moment_do_not_move(any_backend: str, coding: Mome
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
 
 
-# ---- The step ----
-
-
 def random_state(n: int, coding: MomentCoding, seed: int) -> tuple[Tensor, Coded, Coded, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     w, m, g, e = (torch.randn(n, generator=generator) for _ in range(4))
