@@ -17,7 +17,7 @@ from megacompile.capture.quantized_weights import is_coded, rounds_inputs, why_n
 from megacompile.capture.weight_codings import settle
 from megacompile.errors import MegacompileError
 from megacompile.state.master_layout import is_dense
-from megacompile.state.model_values import is_owned
+from megacompile.state.model_ownership import is_owned
 from megacompile.state.scratch_files import check_directories
 
 

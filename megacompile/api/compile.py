@@ -30,7 +30,7 @@ from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.triton_check import check_triton
 from megacompile.schedule.plan import Plan
 from megacompile.state.masters import Weights
-from megacompile.state.model_values import reclaim
+from megacompile.state.model_ownership import reclaim
 from megacompile.state.moment_formats import StateFormat, check_format
 from megacompile.state.optimizer import adopt, form_of, updates_like_adamw
 from megacompile.state.torch_optimizer import Foreign

@@ -21,7 +21,7 @@ from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import MegacompileError
 from megacompile.graph.captured import all_outputs
-from megacompile.state.model_values import is_owned
+from megacompile.state.model_ownership import is_owned
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megacompile.integrations.compute_loss import OutsideModel
 from megacompile.integrations.lengths import as_long_as_others, longest_rows, with_rows
-from megacompile.state.model_values import is_owned
+from megacompile.state.model_ownership import is_owned
 
 
 def collected(

@@ -34,7 +34,8 @@ from megacompile.integrations.trainer_checkpoints import (
 )
 from megacompile.state.atomic_folder import adding_to, is_of_disk
 from megacompile.state.model_export import Description, describe, export_model
-from megacompile.state.model_values import Lending, is_owned
+from megacompile.state.model_ownership import is_owned
+from megacompile.state.model_values import Lending
 from megacompile.state.saved_values import saved_values
 
 _Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class

@@ -42,7 +42,8 @@ from megacompile.integrations.training_arguments import (
 from megacompile.integrations.updates import Updates
 from megacompile.report.schedule import Schedule
 from megacompile.state.masters import Weights
-from megacompile.state.model_values import Lending, is_owned
+from megacompile.state.model_ownership import is_owned
+from megacompile.state.model_values import Lending
 from megacompile.state.moment_formats import StateFormat
 from megacompile.state.torch_optimizer import Several
 

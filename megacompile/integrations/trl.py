@@ -40,7 +40,7 @@ from megacompile.integrations.training_arguments import MegacompileConfig, compi
 from megacompile.integrations.transformers import Mixin, same_draws
 from megacompile.integrations.updates import waits_for_update
 from megacompile.state.checkpoint_manifest import read_manifest
-from megacompile.state.model_values import is_owned
+from megacompile.state.model_ownership import is_owned
 from megacompile.units import host_available, parse_bytes
 
 __all__ = [

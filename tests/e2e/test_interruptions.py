@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megacompile
-from megacompile.state.model_values import is_owned
+from megacompile.state.model_ownership import is_owned
 from tests.e2e.test_trainer import Trainer, logs, trainer
 from tests.support.damage import resealed, unsealed
 from tests.support.scripts import run_script

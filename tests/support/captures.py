@@ -25,8 +25,8 @@ from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
-from megacompile.state.model_values import _lend_own as lend_own
-from megacompile.state.model_values import _Refuser as Refuser
+from megacompile.state.model_ownership import _lend_own as lend_own
+from megacompile.state.model_ownership import _Refuser as Refuser
 
 _KNOWN = (
     "torch.",
