@@ -31,12 +31,11 @@ from benchmarks.kernel_ceilings import ceiling, needed_flops, resident
 from benchmarks.machine_code import Flow, Instruction, Product, disassemble, in_flight, parse, tool
 from megacompile import kernels
 from megacompile.kernels._triton import AOT_CASES, Launch, recording, tl, triton
-from megacompile.kernels.chips import (
+from megacompile.kernels.chips import CHIPS, Ceiling
+from megacompile.kernels.gate_tables import (
     CEILINGS,
-    CHIPS,
     SHARED_LIMIT,
     TABLE,
-    Ceiling,
     Resources,
     changes,
     comparable,

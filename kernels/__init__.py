@@ -1,4 +1,4 @@
-"""Fused Triton kernels, a family of operators per file, each with a plain torch reference.
+"""Fused Triton kernels, an operator per file, each with a plain torch reference.
 
 Importing the package imports all its modules, and so registers every operator under
 ``torch.ops.megacompile``. It launches nothing, and works where triton is not installed. On CUDA tensors
@@ -10,16 +10,20 @@ import importlib
 import pkgutil
 
 from megacompile.kernels.adamw import adamw_
+from megacompile.kernels.add_rms_norm import add_rms_norm
 from megacompile.kernels.attention import document_bounds, flash_attention_backward, flash_attention_forward
+from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.decode_4bit import decode_weight
 from megacompile.kernels.decode_8bit import decode_rows
 from megacompile.kernels.dropout import dropout_mask
 from megacompile.kernels.gated_delta import gated_delta_rule
-from megacompile.kernels.glu import clamped_glu, glu
+from megacompile.kernels.glu import glu
+from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.mamba2 import mamba2_chunk_scan
-from megacompile.kernels.norms import add_rms_norm, layer_norm, rms_norm
-from megacompile.kernels.rope import qk_norm_rope, rope
+from megacompile.kernels.qk_norm_rope import qk_norm_rope
+from megacompile.kernels.rms_norm import rms_norm
+from megacompile.kernels.rope import rope
 
 # By the package's own name: transformers looks for a library of the name ``kernels``, and in a checkout
 # finds this folder.

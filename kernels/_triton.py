@@ -1,25 +1,19 @@
-"""The one place that knows whether triton is there, and what launchers and references share."""
+"""The one place that knows whether triton is there, and what launchers share.
+
+In: nothing. Out: ``triton`` and ``tl`` (stubs where triton is missing: ``jit`` then returns the function
+unchanged, and only the torch references can run), and ``runs_triton``, which says for a tensor which of the
+two implementations an operator takes.
+"""
 
 import contextlib
 import functools
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
-
-# ------------------------------------------------------------------------------------------------------------
-# The one place that knows whether triton is there, and what the launchers share.
-#
-# In: nothing. Out: ``triton`` and ``tl`` (stubs where triton is missing: ``jit`` then returns the function
-# unchanged, and only the torch references can run), and ``runs_triton``, which says for a tensor which of the
-# two implementations an operator takes.
-
 
 try:
     import triton
@@ -308,71 +302,3 @@ def aot_cases(name: str) -> Callable[[AotCases], AotCases]:
         return make
 
     return register
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Run a plain torch reference a few rows at a time, so that its float32 copies stay small.
-#
-# A reference computes in float32 on the whole of what it is given. Given a 32nd of the rows at a time it
-# holds a 32nd of the copies, and its results stay the same: what it returns for a row depends on that row
-# alone, and sums over rows are accumulated in the wide type.
-
-
-PARTS, LEAST = 32, 1 << 13
-_MEASURED = 2  # all later chunks hold no more than the second, which meets what the first left
-
-
-def chunks(x: Tensor, row_elements: int | None = None) -> Iterator[slice]:
-    """Slices of the rows of ``x``, of as many elements as it has in one, or of ``row_elements``: at most 32,
-    each of at least 8k elements (and one row).
-
-    Of fake tensors, on which only the memory of a CPU's run is measured, two.
-    """
-    elements = x[:1].numel() if row_elements is None else row_elements
-    step = max(1, -(-len(x) // PARTS), LEAST // max(elements, 1))
-    starts = range(0, len(x), step)
-    for start in itertools.islice(starts, _MEASURED if isinstance(x, FakeTensor) and not on_gpu(x) else None):
-        yield slice(start, min(start + step, len(x)))
-
-
-def by_rows(
-    run: Callable[..., Sequence[Tensor]],
-    given: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    sums: Sequence[Tensor] = (),
-) -> None:
-    """Fill ``outs`` and add to ``sums`` what ``run`` returns for chunks of the rows of ``given``.
-
-    ``given`` and ``outs`` share their first dimension; ``run`` returns one tensor for each of
-    ``outs`` and ``sums``, in this order.
-    """
-    for part in chunks(given[0]):
-        results = run(*(x[part] for x in given))
-        for out, result in zip(outs, results, strict=False):
-            out[part] = result
-        for total, result in zip(sums, results[len(outs) :], strict=True):
-            total += result
-
-
-def flat(x: Tensor) -> Tensor:
-    """x as [rows, columns]; a copy only where no view does."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
-    """[B, T, H, ...] as [B, ``heads``, chunks, size, ...], wide; zeros fill the last, heads are repeated."""
-    missing = -x.shape[1] % size
-    x = F.pad(x.to(wide(x.dtype)), (0, 0) * (x.ndim - 2) + (0, missing)).transpose(1, 2)
-    x = x.repeat_interleave(heads // x.shape[1], 1)
-    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
-
-
-def decays(c: Tensor) -> Tensor:
-    """exp(c_i - c_j) for i >= j of each chunk, else zero."""
-    lower = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool, device=c.device).tril()
-    return (c[..., :, None] - c[..., None, :]).masked_fill(~lower, float("-inf")).exp()
-
-
-def out_of_chunks(x: Tensor, tokens: int) -> Tensor:
-    """[B, H, chunks, size, width] as [B, T, H, width]."""
-    return x.flatten(2, 3)[:, :, :tokens].transpose(1, 2)

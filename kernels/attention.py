@@ -1,5 +1,37 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Attention for what the library's lacks: window, softcap, sinks, packed documents; grouped heads."""
+"""Attention for what the library's lacks: window, softcap, sinks, packed documents; grouped heads.
+
+Flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691) with
+
+    s = scale * q @ k.T, capped to softcap * tanh(s / softcap) where softcap > 0
+    visible(i, j): j <= i where causal; i - j < window, and j - i < window where not causal, if
+                   window > 0; first[i] <= j < last[i] where there are documents
+    out = softmax(s over visible j, and the head's sink logit) @ v
+
+q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv], G dividing H; i counts from T - S. sinks: [H] or None (a
+logit in the denominator alone; Xiao et al. 2023, arXiv:2309.17453, as in GPT-OSS). bounds: int32 [2, B, S]
+or None, the first and last of the document of each token, where S == T and documents lie one after the
+other (``document_bounds``); the two are equal for padding. out: [B, H, S, Dv], stored as [B, S, H, Dv].
+lse: [B, H, S] float32 (float64 for float64), sink included. A query that sees no key gives 0 and passes no
+gradient. Since lse is one float32, probabilities in the backward are exact to its last place: 0.01 % at
+scores of 1000.
+
+The backward is deterministic: one kernel for dk and dv, which walks over queries, one for dq, which
+walks over keys; no atomics. Scores are formed transposed where the gradient needs them so: triton
+3.4 to 3.7 miscompile ``dot(trans(cast(dot)))`` on Hopper. No registered operators: the compiler's
+own attention operator calls ``flash_attention_forward`` and ``flash_attention_backward``.
+
+The Triton kernels address tensors by the strides of batch, head and row; their last dimension is contiguous.
+``first`` and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2. Products
+take 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are blocks x heads x batch: with one
+flat dimension, what divides it stays live, and two kernels spill on 8.6 and 8.9. Head and row are int64
+where they meet a stride: a head's offset passes 2**31 in long sequences. Traffic: q once; k and v once per
+block of queries that sees them.
+
+Conventions of the backward's kernels are those of the forward's. They make delta, then dq over keys, then dk
+and dv over queries. Traffic: dq reads q and grad once, k and v once per block of queries; dk and dv read k
+and v once, q and grad once per block of keys and member of the group.
+"""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -26,12 +58,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.attention_sinks import sink_gradient
-from megacompile.kernels.linear_cross_entropy import capped
-
-# ------------------------------------------------------------------------------------------------------------
-# Attention in plain torch, with the whole matrix of scores; and the rule that both follow.
-#
-# q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv].
+from megacompile.kernels.cross_entropy_tiles import capped
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +124,6 @@ def backward_reference(
     dk, dv = (x.view(x.shape[0], -1, group, *x.shape[2:]).sum(2) for x in (dk, dv))
     dq = (ds @ keys).to(q.dtype).contiguous()
     return dq, dk.to(k.dtype), dv.to(v.dtype), sink_gradient(lse, delta, rule.sinks)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernel of attention's forward, and what it shares with those of the backward.
-#
-# Tensors are addressed by the strides of batch, head and row; their last dimension is contiguous. ``first``
-# and ``last`` are int32 [B, S] where BOUNDED. Everything that is exponentiated is in base 2. Products take
-# 16-bit tiles and accumulate in float32 (ACC); so do all sums. Grids are blocks x heads x batch: with one
-# flat dimension, what divides it stays live, and two kernels spill on 8.6 and 8.9. Head and row are int64
-# where they meet a stride: a head's offset passes 2**31 in long sequences. Traffic: q once; k and v once per
-# block of queries that sees them.
 
 
 @triton.jit
@@ -260,13 +276,6 @@ def attention_forward_kernel(
     tl.store(lse_ptr + line.to(tl.int64) * queries + row, lse, mask=row < queries)
     out_ptr = matrix(out_ptr, batch, out_batch, head, out_head)
     store_rows(out_ptr, row, out_row, queries, v_col, V_DIM, out)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of attention's backward: delta, then dq over keys, then dk and dv over queries.
-#
-# Conventions are those of the forward's kernel. Traffic: dq reads q and grad once, k and v once per block of
-# queries; dk and dv read k and v once, q and grad once per block of keys and member of the group.
 
 
 @triton.jit
@@ -450,30 +459,6 @@ def attention_backward_kv_kernel(
         store_rows(dv_ptr + kv_line.to(tl.int64) * keys * V_DIM, key, V_DIM, keys, v_col, V_DIM, dv)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Attention for what the library's lacks: window, softcap, sinks, packed documents; grouped heads.
-#
-# Flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691) with
-#
-#     s = scale * q @ k.T, capped to softcap * tanh(s / softcap) where softcap > 0
-#     visible(i, j): j <= i where causal; i - j < window, and j - i < window where not causal, if
-#                    window > 0; first[i] <= j < last[i] where there are documents
-#     out = softmax(s over visible j, and the head's sink logit) @ v
-#
-# q: [B, H, S, D]. k: [B, G, T, D]. v: [B, G, T, Dv], G dividing H; i counts from T - S. sinks: [H] or None (a
-# logit in the denominator alone; Xiao et al. 2023, arXiv:2309.17453, as in GPT-OSS). bounds: int32 [2, B, S]
-# or None, the first and last of the document of each token, where S == T and documents lie one after the
-# other (``document_bounds``); the two are equal for padding. out: [B, H, S, Dv], stored as [B, S, H, Dv].
-# lse: [B, H, S] float32 (float64 for float64), sink included. A query that sees no key gives 0 and passes no
-# gradient. Since lse is one float32, probabilities in the backward are exact to its last place: 0.01 % at
-# scores of 1000.
-#
-# The backward is deterministic: one kernel for dk and dv, which walks over queries, one for dq, which
-# walks over keys; no atomics. Scores are formed transposed where the gradient needs them so: triton
-# 3.4 to 3.7 miscompile ``dot(trans(cast(dot)))`` on Hopper. No registered operators: the compiler's
-# own attention operator calls ``flash_attention_forward`` and ``flash_attention_backward``.
-
-
 MAX_DIM = 256
 MAX_GRID = 65535  # CUDA's, beyond the first dimension
 
@@ -495,12 +480,12 @@ Tiles = Mapping[str, tuple[Tile | None, ...]]
 # the scores from 128 keys on, and dk and dv of so many keys do not fit its registers. HOPPER and BLACKWELL
 # (10.0) have more than 160 KiB of shared memory per block and products that read it directly. GEFORCE (12.0)
 # gives the same work to twice the warps where four spill.
-_SMALL, _NARROW = Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)
+_SMALL_TILE, _NARROW = Tile(64, 32, 4, 2), Tile(32, 32, 8, 1)
 _WIDE = (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))
 TILES: Tiles = {
     "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    "q": (_SMALL, Tile(64, 64, 8, 2), _NARROW, _NARROW),
-    "kv": (_SMALL, Tile(32, 64, 8, 2), _NARROW, _NARROW),
+    "q": (_SMALL_TILE, Tile(64, 64, 8, 2), _NARROW, _NARROW),
+    "kv": (_SMALL_TILE, Tile(32, 64, 8, 2), _NARROW, _NARROW),
 }
 HOPPER: Tiles = {
     "forward": _WIDE,
@@ -556,7 +541,7 @@ def _constants(q: Tensor, v: Tensor, rule: Rule, tile: Tile) -> dict[str, Any]:
     }
 
 
-def _dense(x: Tensor) -> Tensor:
+def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -568,7 +553,7 @@ def _bounds(bounds: Tensor | None, q: Tensor, stand_in: Tensor) -> tuple[Tensor,
     return first, last
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
+def _grid_sizes(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Any, ...]:
     heads = q.shape[1]
     return (
         heads, heads // k.shape[1], q.shape[2], k.shape[2], rule.scale, rule.window, rule.softcap,
@@ -580,7 +565,7 @@ def forward_triton(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
     batch, heads, queries, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=wide(q.dtype))
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     tile = tiles_for(("forward",), q, v)["forward"]
     first, last = _bounds(rule.bounds, q, lse)
     launch(
@@ -591,7 +576,7 @@ def forward_triton(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
         *k.stride()[:3],
         *v.stride()[:3],
         *out.stride()[:3],
-        *_sizes(q, k, v, rule),
+        *_grid_sizes(q, k, v, rule),
         SINKS=rule.sinks is not None,
         **_constants(q, v, rule, tile),
     )
@@ -624,13 +609,13 @@ def backward_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks) by the kernels."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = (_unit_stride(x) for x in (grad, q, k, v, out))
     lse = lse.contiguous()
     delta = _delta(out, grad, lse)
     first, last = _bounds(rule.bounds, q, lse)
     inputs = q, k, v, grad, lse, delta, first, last
     strides = [s for x in inputs[:4] for s in x.stride()[:3]]
-    sizes = _sizes(q, k, v, rule)
+    sizes = _grid_sizes(q, k, v, rule)
     for part, tile in tiles_for(("kv", "k", "v"), q, v).items():
         launch(
             attention_backward_kv_kernel,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
-from megacompile.kernels.registry import Cost, Operation, OpSpec, Shape, declare
+from megacompile.kernels.operator_benchmark import Cost, Operation, Shape
+from megacompile.kernels.registry import OpSpec, declare
 
 CHUNK = 1 << 18  # elements that a reference decodes at a time
 

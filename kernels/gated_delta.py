@@ -1,5 +1,64 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next's linear attention computes it."""
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next's linear attention computes it.
+
+Each value head has a state S [Dk, Dv], zero at first, and for each token t
+
+    S = exp(g_t) S        S = S + beta_t k_t (v_t - S^T k_t)^T        out_t = S^T q_t / sqrt(Dk)
+
+with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk]. v:
+[B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
+(float64 for float64 q); products of the kernels take q's type and accumulate in float32. Saves the inputs
+and the states before every 256th token.
+
+Tokens are taken in chunks of 64. With c the sum of g from a chunk's start, z its last, D_ij = exp(c_i -
+c_j), W what the chunk writes, and S the state before it:
+
+    W = (1 + tril(beta K K^T * D, -1))^-1 (beta (V - exp(c) K S))
+    out = exp(c) Q S + tril(Q K^T * D) W        S' = exp(z) S + (exp(z - c) K)^T W
+
+so that all but S is a product of matrices. The forward is two kernels on bfloat16: one makes the inverse
+and the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per
+token and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the
+second. The 128 are there for all tokens between the two.
+
+The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of the
+backward's kernels; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements per token and value
+head. The states' way there and back is rounded to q's type where a product takes it.
+
+**In plain torch** the operator takes a few chunks of tokens at a time, from left to right and back. Within a
+span of chunks everything but the state is computed for all chunks at once; the state goes from one to the
+next. A forward keeps the state before each span, from which the backward computes the rest again. Tensors of
+a span are [chunks, batch, key heads, value heads of each, CHUNK, width], wide; gates have width 1.
+
+**The Triton kernels of the forward:** the first makes what a chunk needs beside the state, for all chunks at
+once; the second carries the state of some value columns through the chunks; the third does so once more, for
+a backward, through each span from the state that was kept before it. Products take q and k as they are given:
+their norms, decays and strengths are factors of rows and columns, applied to what comes out of a product or
+goes into it.
+
+Of each value head and chunk there are, in the type of q: ``solves``, (1 + tril(K K^T * D, -1)
+diag(beta))^-1, and ``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token,
+four ``factors``: those of k and of q where they read the state, that of k where it writes it, the chunk's
+decay. So both are applied to W / beta, which is ``solved``: exact where beta is zero, and what the gradient
+of beta needs. Tokens that a last chunk lacks are zeros that decay nothing.
+
+**The Triton kernels of the backward** keep the forward's conventions.
+
+Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every chunk.
+Here, one carries the state's gradient back through all chunks, and leaves that of v and the state's
+gradient behind every chunk. Of these one makes, for each chunk and value head, what pairs of tokens have to
+do with, and two, for each chunk and key head, the gradients of q, and of k, g and beta; they go through the
+value heads of their key head, so no sum depends on an order that changes.
+
+With L what the chunk lacks of v, U = ``solved``, S the state before the chunk, and dX the gradient of X:
+
+    U = solves L      dU = scores^T dout + falling K dS'      dv = dL = solves^T dU
+    dS = exp(z) dS' + (exp(c) Q)^T dout - (exp(c) K)^T dv
+
+``solves`` and ``scores`` have the gradients -dv U^T and dout U^T of what they are made of, lower triangles
+of which count. Where c or beta is a factor of something, its gradient is that of the thing times the thing
+(beta: without the factor): each term is as small as its decay.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,40 +75,18 @@ from megacompile.kernels._triton import (
     aot_cases,
     arch_of,
     ceil_div,
-    decays,
-    in_chunks,
     launch,
     next_power_of_2,
     on_gpu,
-    out_of_chunks,
     runs_triton,
     tl,
     triton,
     wide,
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
-from megacompile.kernels.registry import (
-    Arguments,
-    Cost,
-    Kernel,
-    Operation,
-    OpPass,
-    OpSpec,
-    RecurrenceChunk,
-    Shape,
-    declare,
-    normal,
-)
-
-# ------------------------------------------------------------------------------------------------------------
-# The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
-#
-# Within a span of chunks everything but the state is computed for all chunks at once; the state goes from
-# one
-# to the next. A forward keeps the state before each span, from which the backward computes the rest again.
-# Tensors of a span are [chunks, batch, key heads, value heads of each, CHUNK, width], wide; gates have width
-# 1.
-
+from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
 CHUNK = 64  # tokens whose updates of the state are solved for together
 SPAN_CHUNKS = 4
@@ -119,7 +156,7 @@ class RuleSpan:
         return self.risen[..., -1:, :]
 
 
-def _chunks(x: Tensor, part: slice, heads: int) -> Tensor:
+def _chunks_of_heads(x: Tensor, part: slice, heads: int) -> Tensor:
     """The tokens of [batch, tokens, heads, width] in chunks, the last one filled up with zeros."""
     x = x[:, part].to(wide(x.dtype))
     if x.shape[1] % CHUNK:
@@ -129,8 +166,8 @@ def _chunks(x: Tensor, part: slice, heads: int) -> Tensor:
     return x.permute(1, 0, 3, 4, 2, 5).contiguous()
 
 
-def _tokens(x: Tensor, length: int) -> Tensor:
-    """The opposite of ``_chunks``: [batch, length, heads, width]."""
+def _tokens_of_heads(x: Tensor, length: int) -> Tensor:
+    """The opposite of ``_chunks_of_heads``: [batch, length, heads, width]."""
     return x.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :length]
 
 
@@ -138,10 +175,10 @@ def _inverse_norm(x: Tensor, normalised: bool) -> Tensor:
     return ((x * x).sum(-1, keepdim=True) + _EPS).rsqrt() if normalised else torch.ones_like(x[..., :1])
 
 
-def _span(given: RuleInputs, part: slice) -> RuleSpan:
+def _rule_span(given: RuleInputs, part: slice) -> RuleSpan:
     heads = given.q.shape[2]
-    q, k, v = (_chunks(x, part, heads) for x in (given.q, given.k, given.v))
-    g, beta = (_chunks(x[..., None], part, heads) for x in (given.g, given.beta))
+    q, k, v = (_chunks_of_heads(x, part, heads) for x in (given.q, given.k, given.v))
+    g, beta = (_chunks_of_heads(x[..., None], part, heads) for x in (given.g, given.beta))
     q_norm, k_norm = _inverse_norm(q, given.normalised), _inverse_norm(k, given.normalised)
     q_norm = q_norm * q.shape[-1] ** -0.5
     q, k = q * q_norm, k * k_norm
@@ -176,13 +213,13 @@ def forward_reference(given: RuleInputs) -> tuple[Tensor, Tensor]:
     states = state.new_empty(spans_of(given.q.shape[1]), *state.shape)
     for index, part in enumerate(given.spans()):
         states[index] = state
-        span = _span(given, part)
+        span = _rule_span(given, part)
         found = torch.empty_like(span.v)
         for n in range(len(found)):
             read = span.reads[n, ..., CHUNK:, :] @ state
             _, written, state = _advance(span, state, n)
             found[n] = read + span.scores[n] @ written
-        out[:, part] = _tokens(found, part.stop - part.start)
+        out[:, part] = _tokens_of_heads(found, part.stop - part.start)
     return out, states
 
 
@@ -191,12 +228,12 @@ def backward_reference(grad: Tensor, given: RuleInputs, states: Tensor) -> tuple
     found = tuple(torch.empty_like(x).contiguous() for x in (given.q, given.k, given.v, given.g, given.beta))
     d_state = states.new_zeros(given.state_shape)
     for index, part in reversed(list(enumerate(given.spans()))):
-        span = _span(given, part)
-        d_out = _chunks(grad, part, given.q.shape[2])
+        span = _rule_span(given, part)
+        d_out = _chunks_of_heads(grad, part, given.q.shape[2])
         trail = _trail(span, states[index], d_out, d_state)
         d_state = trail.d_before
         for to, gradient in zip(found, _gradients(span, trail, d_out, given.normalised), strict=True):
-            back = _tokens(gradient, part.stop - part.start)
+            back = _tokens_of_heads(gradient, part.stop - part.start)
             to[:, part] = back if to.dim() == 4 else back[..., 0]
     return found
 
@@ -240,11 +277,11 @@ def _gradients(span: RuleSpan, trail: Trail, d_out: Tensor, normalised: bool) ->
     d_scores = d_out @ trail.written.mT
     d_reads = torch.cat((-trail.d_lacking, d_out), -2) @ trail.states.mT
     d_writes = trail.written @ trail.d_states.mT
-    d_beta = (d_products * span.products).sum(-1, keepdim=True) + _dot(trail.d_solved, trail.lacking)
+    d_beta = (d_products * span.products).sum(-1, keepdim=True) + _row_dot(trail.d_solved, trail.lacking)
     # with respect to c, by the decays of pairs, of what reads the state, of what writes it, of the state
     pairs = d_products * span.beta * span.products + d_scores * span.scores
-    over, under = _dot(d_reads, span.reads).chunk(2, -2)
-    fallen = _dot(d_writes, span.writes)
+    over, under = _row_dot(d_reads, span.reads).chunk(2, -2)
+    fallen = _row_dot(d_writes, span.writes)
     d_c = pairs.sum(-1, keepdim=True) - pairs.sum(-2, keepdim=True).mT + over + under - fallen
     carried = (trail.d_states * trail.states).sum((-2, -1), keepdim=True) * span.carried
     d_c[..., -1:, :] += fallen.sum(-2, keepdim=True) + carried
@@ -257,13 +294,13 @@ def _gradients(span: RuleSpan, trail: Trail, d_out: Tensor, normalised: bool) ->
     d_k = d_k + scored.mT @ span.q + (similar + similar.mT) @ span.k
     d_k = d_k + (d_writes * span.falling).sum(3, keepdim=True)
     if normalised:
-        d_k = d_k - span.k * _dot(span.k, d_k)
+        d_k = d_k - span.k * _row_dot(span.k, d_k)
         scale = span.q.shape[-1]  # q is scaled by its root after it is normalised
-        d_q = d_q - span.q * _dot(span.q, d_q) * scale
+        d_q = d_q - span.q * _row_dot(span.q, d_q) * scale
     return d_q * span.q_norm, d_k * span.k_norm, trail.d_lacking, d_g, d_beta
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """Over the last dimension, which stays with size one."""
     return (a * b).sum(-1, keepdim=True)
 
@@ -288,21 +325,6 @@ def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         outs.append(query @ state + score @ written)
         state = state * carried + write @ written
     return out_of_chunks(torch.stack(outs, 2), tokens).to(dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the forward.
-#
-# The first makes what a chunk needs beside the state, for all chunks at once; the second carries the state of
-# some value columns through the chunks; the third does so once more, for a backward, through each span from
-# the state that was kept before it. Products take q and k as they are given: their norms, decays and
-# strengths are factors of rows and columns, applied to what comes out of a product or goes into it.
-#
-# Of each value head and chunk there are, in the type of q: ``solves``, (1 + tril(K K^T * D, -1)
-# diag(beta))^-1, and ``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token,
-# four ``factors``: those of k and of q where they read the state, that of k where it writes it, the chunk's
-# decay. So both are applied to W / beta, which is ``solved``: exact where beta is zero, and what the gradient
-# of beta needs. Tokens that a last chunk lacks are zeros that decay nothing.
 
 
 @triton.jit
@@ -512,25 +534,6 @@ def gated_delta_states_kernel(
         before, solved, state = advance(state, k, v, solves_ptr, factors_ptr, number * CHUNK, ACC, CHUNK)
         store_rows(before_ptr + number * DIM * V_DIM, col, V_DIM, DIM, v_col, V_DIM, before)
         store_rows(solved_ptr, row, V_DIM, tokens, v_col, V_DIM, solved)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the gated delta rule's backward; conventions are those of the forward's.
-#
-# Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every chunk.
-# Here, one carries the state's gradient back through all chunks, and leaves that of v and the state's
-# gradient behind every chunk. Of these one makes, for each chunk and value head, what pairs of tokens have to
-# do with, and two, for each chunk and key head, the gradients of q, and of k, g and beta; they go through the
-# value heads of their key head, so no sum depends on an order that changes.
-#
-# With L what the chunk lacks of v, U = ``solved``, S the state before the chunk, and dX the gradient of X:
-#
-#     U = solves L      dU = scores^T dout + falling K dS'      dv = dL = solves^T dU
-#     dS = exp(z) dS' + (exp(c) Q)^T dout - (exp(c) K)^T dv
-#
-# ``solves`` and ``scores`` have the gradients -dv U^T and dout U^T of what they are made of, lower triangles
-# of which count. Where c or beta is a factor of something, its gradient is that of the thing times the thing
-# (beta: without the factor): each term is as small as its decay.
 
 
 @triton.jit
@@ -798,10 +801,6 @@ def gated_delta_backward_k_kernel(
     store_rows(dk_ptr, at, dk_token, rest, col, DIM, dk)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What launches the kernels, and which inputs they take.
-
-
 MIN_WIDTH, MAX_WIDTH = 64, 128  # of a key; the least one in bfloat16
 HELD = 4096  # tokens of all rows whose states a backward holds at a time
 LAUNCHES = 2, 6  # of a forward; of each part of a backward, beside the first state's zeros
@@ -812,17 +811,7 @@ _CARRIED = {80: (32, 4), 90: (32, 4), 100: (32, 8), 103: (32, 8)}
 _READ, _OF_KEYS = {90: 64, 100: 64, 103: 64}, {86: 32, 89: 32}
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
-    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, tokens and heads."""
-    return [x.stride(d) for x in tensors for d in range(3)]
-
-
-def _sizes(q: Tensor) -> dict[str, Any]:
+def _key_sizes(q: Tensor) -> dict[str, Any]:
     return {"ACC": accumulator(q.dtype), "DIM": q.shape[3], "CHUNK": CHUNK}
 
 
@@ -836,19 +825,19 @@ def _launch_chunks(q: Tensor, k: Tensor, given: RuleInputs) -> tuple[Tensor, Ten
         gated_delta_chunk_kernel,
         (chunks, heads, batch),
         *(q, k, given.g, given.beta, solves, scores, factors),
-        *_strides(q, k, given.g, given.beta),
+        *token_strides(q, k, given.g, given.beta),
         *(heads, heads // groups, tokens, width**-0.5),
         NORMALISED=given.normalised,
         BLOCK_D=32,
         num_stages=2,
-        **_sizes(q),
+        **_key_sizes(q),
     )
     return solves, scores, factors
 
 
 def forward_triton(given: RuleInputs) -> tuple[Tensor, Tensor]:
     """(out, states before each span)."""
-    q, k, v = map(_dense, (given.q, given.k, given.v))
+    q, k, v = (dense_tokens(x, CHUNK) for x in (given.q, given.k, given.v))
     batch, tokens, groups, width = q.shape
     heads, inner = v.shape[2:]
     columns, warps = _CARRIED.get(arch_of(q), (16, 4))
@@ -859,7 +848,7 @@ def forward_triton(given: RuleInputs) -> tuple[Tensor, Tensor]:
         gated_delta_forward_kernel,
         (ceil_div(inner, columns), heads, batch),
         *(q, k, v, solves, scores, factors, out, states),
-        *_strides(q, k, v, out),
+        *token_strides(q, k, v, out),
         *(states.stride(0), heads, heads // groups, tokens),
         SPAN=SPAN_CHUNKS,
         V_DIM=inner,
@@ -867,7 +856,7 @@ def forward_triton(given: RuleInputs) -> tuple[Tensor, Tensor]:
         BLOCK_V=columns,
         num_warps=warps,
         num_stages=2,
-        **_sizes(q),
+        **_key_sizes(q),
     )
     return out, states
 
@@ -880,7 +869,7 @@ def parts_of(batch: int, tokens: int) -> list[slice]:
 
 def backward_triton(grad: Tensor, given: RuleInputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta."""
-    grad, q, k, v = map(_dense, (grad, given.q, given.k, given.v))
+    grad, q, k, v = (dense_tokens(x, CHUNK) for x in (grad, given.q, given.k, given.v))
     given, states = RuleInputs(q, k, v, given.g, given.beta, given.normalised), states.contiguous()
     found = tuple(x.new_empty(x.shape) for x in (q, k, v, given.g, given.beta))
     d_state = states.new_zeros(given.state_shape)
@@ -901,11 +890,11 @@ def backward_part(
     solves, scores, factors = _launch_chunks(q, k, given)
     before, behind = q.new_empty(2, batch, heads, chunks, width, inner)
     solved = q.new_empty(batch, heads, tokens, inner)
-    sizes = {"BLOCK_D": max(16, next_power_of_2(width)), "V_DIM": inner, "num_stages": 2, **_sizes(q)}
+    sizes = {"BLOCK_D": max(16, next_power_of_2(width)), "V_DIM": inner, "num_stages": 2, **_key_sizes(q)}
     launch(
         gated_delta_states_kernel,
         (spans_of(tokens) * ceil_div(inner, columns), heads, batch),
-        *(k, v, solves, factors, states, solved, before, *_strides(k, v)),
+        *(k, v, solves, factors, states, solved, before, *token_strides(k, v)),
         *(states.stride(0), heads, group, tokens),
         SPAN=SPAN_CHUNKS,
         BLOCK_V=columns,
@@ -914,7 +903,7 @@ def backward_part(
     launch(
         gated_delta_backward_state_kernel,
         (ceil_div(inner, 32), heads, batch),
-        *(q, k, grad, solves, scores, factors, d_state, dv, behind, *_strides(q, k, grad, dv)),
+        *(q, k, grad, solves, scores, factors, d_state, dv, behind, *token_strides(q, k, grad, dv)),
         *(heads, group, tokens),
         BLOCK_V=32,
         **sizes,
@@ -944,7 +933,7 @@ def _launch_gradients(
         gated_delta_backward_pairs_kernel,
         (chunks, heads, batch),
         *(q, k, g, beta, grad, dv, solved, d_scores, d_products, sums),
-        *(*_strides(q, k, g, beta, grad, dv), heads, *numbers),
+        *(*token_strides(q, k, g, beta, grad, dv), heads, *numbers),
         BLOCK_V=64,
         **{**sizes, "BLOCK_D": 32},
     )
@@ -952,7 +941,7 @@ def _launch_gradients(
         gated_delta_backward_q_kernel,
         (chunks, groups, batch),
         *(q, k, g, grad, before, behind, d_scores, sums, dq),
-        *(*_strides(q, k, g, grad, dq), groups, *numbers),
+        *(*token_strides(q, k, g, grad, dq), groups, *numbers),
         BLOCK_V=columns,
         num_warps=8,
         **sizes,
@@ -961,7 +950,7 @@ def _launch_gradients(
         gated_delta_backward_k_kernel,
         (chunks, groups, batch),
         *(q, k, g, beta, dv, solved, before, behind, d_scores, d_products, sums, dk, dg, dbeta),
-        *(*_strides(q, k, g, beta, dv, dk, dg), groups, *numbers),
+        *(*token_strides(q, k, g, beta, dv, dk, dg), groups, *numbers),
         BLOCK_V=_OF_KEYS.get(arch_of(q), 64),
         num_warps=8,
         **sizes,
@@ -980,34 +969,6 @@ def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     fits = max(v.shape[0], v.shape[2]) <= MAX_GRID and q.shape[3] <= MAX_WIDTH and v.numel() > 0
     low = q.dtype == torch.bfloat16
     return runs_triton(q) and same and fits and (q.shape[3] >= MIN_WIDTH if low else not on_gpu(q))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3-Next's linear attention computes it.
-#
-# Each value head has a state S [Dk, Dv], zero at first, and for each token t
-#
-#     S = exp(g_t) S        S = S + beta_t k_t (v_t - S^T k_t)^T        out_t = S^T q_t / sqrt(Dk)
-#
-# with q and k divided by sqrt(sum of squares + 1e-6) before, where ``normalised``. q, k: [B, T, G, Dk]. v:
-# [B, T, H, Dv], G dividing H; g, beta: [B, T, H]. out: [B, T, H, Dv] of q's type. Computed in float32
-# (float64 for float64 q); products of the kernels take q's type and accumulate in float32. Saves the inputs
-# and the states before every 256th token.
-#
-# Tokens are taken in chunks of 64. With c the sum of g from a chunk's start, z its last, D_ij = exp(c_i -
-# c_j), W what the chunk writes, and S the state before it:
-#
-#     W = (1 + tril(beta K K^T * D, -1))^-1 (beta (V - exp(c) K S))
-#     out = exp(c) Q S + tril(Q K^T * D) W        S' = exp(z) S + (exp(z - c) K)^T W
-#
-# so that all but S is a product of matrices. The forward is two kernels on bfloat16: one makes the inverse
-# and the scores of every chunk, one goes through the chunks for some columns of S. Traffic, in elements per
-# token and value head: 2 Dk and 128 by the first; 2 Dk and 128 for each block of columns, and 2 Dv, by the
-# second. The 128 are there for all tokens between the two.
-#
-# The backward is four kernels for each 4,096 tokens of all rows, from right to left, by the formulas of the
-# backward's kernels; between them lie, for so many tokens, 128 + Dv + Dk Dv / 32 elements per token and value
-# head. The states' way there and back is rounded to q's type where a product takes it.
 
 
 @torch.library.custom_op("megacompile::gated_delta_rule", mutates_args=())

@@ -1,5 +1,65 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Mamba-2's scan, the state space dual (Dao and Gu 2024, arXiv:2405.21060), as its models compute it."""
+"""Mamba-2's scan, the state space dual (Dao and Gu 2024, arXiv:2405.21060), as its models compute it.
+
+Each head has a state S [N, P], zero at first, and for each token t
+
+    S = exp(A dt_t) S + dt_t B_t x_t^T        out_t = S^T C_t + D x_t
+
+x: [B, T, H, P]. dt: [B, T, H], not negative. A, D: [H], A negative. B, C: [B, T, G, N], G dividing H. out:
+[B, T, H, P]. Computed in float32 (float64 for float64 x), as is out: the models norm it before they round
+it. Saves the inputs and the states before every 256th token.
+
+Tokens are taken in chunks of 64. With c the sum of A dt from a chunk's start, z its last, u = dt x, and S
+the state before the chunk:
+
+    out = tril(C B^T * exp(c_i - c_j)) u + exp(c) C S + D x        S' = exp(z) S + B^T (exp(z - c) u)
+
+so that all but S is a product of matrices. In torch C B^T, C S and the last product take all heads of a
+group at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the
+states before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the
+cache: x twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice.
+
+The backward is eight, behind a copy of the gradient of out in x's type: the first two from right to left,
+for the gradients of the states behind the spans, and C B^T again; then dx; the gradient of C B^T, and what
+pairs give to decays; dC; dB; ddt. Traffic: x, dx and that copy nine times, the gradient of out once; states
+seven times, C B^T three times, its gradient three times for each 16 heads; and about 30 float32 for each
+token and head.
+
+**In plain torch** the operator takes a few chunks of tokens at a time, from left to right and back.
+Within a span of chunks everything but the state is computed for all chunks at once; the state goes from one
+to the next. A forward keeps the state before each span, from which the backward computes the rest again.
+Tensors of a span are [chunks, batch, groups, CHUNK, ...], wide. The heads of a group and P come last, so
+that a product with B or C takes all of them at once.
+
+**The Triton kernels of the forward**; the backward launches the first three again.
+
+The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second goes
+through the spans, element by element, and leaves the state before each in the place of what it adds; the
+third makes C_i · B_j for a chunk's tokens and those of its own and earlier chunks of the span, once for all
+heads of a group; the fourth computes the results from these and the state before the span. A head's states
+are matrices [N, P] whose rows lie heads of a group x P apart. Products take the type of x and accumulate in
+ACC, which ``similar`` [batch, groups, chunks, SPAN, CHUNK, CHUNK] is in: of a chunk with itself, with the
+one before it, and so on. Tokens that a last chunk lacks are zeros that decay nothing.
+
+With BACK the first two go the other way: what a span adds to the gradient of the state before it, with C
+for B and the gradient of the results for x, and the gradient of the state behind each span.
+
+**The Triton kernels of the backward** keep the forward's conventions.
+
+The forward's kernels go before: the second leaves the gradient dS' of the state behind every span, the
+first ``factors`` on its way. Then one makes the gradient of x, one that of C B^T and what pairs give to
+decays, one those of C and of B, and one that of dt. With s the sum of A dt from a span's begin, e its last,
+i >= j tokens of the span, and dX the gradient of X:
+
+    du_j = sum_i C_i·B_j exp(s_i - s_j) dout_i + exp(e - s_j) dS'^T B_j         dx = dt du + D dout
+    d(C B^T)_ij = sum of a group's heads of exp(s_i - s_j) dout_i·u_j
+    dC_i = sum_j d(C B^T)_ij B_j + sum of heads of exp(s_i) S dout_i
+    dB_j = sum_i d(C B^T)_ij C_i + sum of heads of exp(e - s_j) dS' u_j
+
+To the decay of a token come all that passes it: pairs i >= t > j of its span, what is read of the state at
+it or behind it, what is written before it, and the state that the span carries. These are sums, never
+differences of sums, which would lose digits where most of a pair's gradient is its token's own.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +76,9 @@ from megacompile.kernels._triton import (
     aot_cases,
     arch_of,
     ceil_div,
-    decays,
-    in_chunks,
     launch,
     next_power_of_2,
     on_gpu,
-    out_of_chunks,
     runs_triton,
     tl,
     triton,
@@ -29,27 +86,9 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
 from megacompile.kernels.gated_delta import load_tile
-from megacompile.kernels.registry import (
-    Arguments,
-    Cost,
-    Kernel,
-    Operation,
-    OpPass,
-    OpSpec,
-    RecurrenceChunk,
-    Shape,
-    declare,
-    normal,
-)
-
-# ------------------------------------------------------------------------------------------------------------
-# The operator in plain torch: a few chunks of tokens at a time, from left to right and back.
-#
-# Within a span of chunks everything but the state is computed for all chunks at once; the state goes from one
-# to the next. A forward keeps the state before each span, from which the backward computes the rest again.
-# Tensors of a span are [chunks, batch, groups, CHUNK, ...], wide. The heads of a group and P come last, so
-# that a product with B or C takes all of them at once.
-
+from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
 CHUNK = 64  # tokens that see each other by scores, and earlier ones through the state
 SPAN = 4 * CHUNK  # tokens between two states that are kept
@@ -108,7 +147,7 @@ class ScanSpan:
         return self.similar.unsqueeze(3) * self.decay
 
 
-def _chunks(x: Tensor, part: slice, groups: int) -> Tensor:
+def _chunks_of_groups(x: Tensor, part: slice, groups: int) -> Tensor:
     """The tokens of [batch, tokens, heads, ...] in chunks, the last one filled up with zeros."""
     x = x[:, part].to(wide(x.dtype))
     if x.shape[1] % CHUNK:
@@ -118,8 +157,8 @@ def _chunks(x: Tensor, part: slice, groups: int) -> Tensor:
     return x.permute(1, 0, 3, 2, *range(4, x.dim())).contiguous()
 
 
-def _tokens(x: Tensor, length: int) -> Tensor:
-    """The opposite of ``_chunks``: [batch, length, heads, ...]."""
+def _tokens_of_groups(x: Tensor, length: int) -> Tensor:
+    """The opposite of ``_chunks_of_groups``: [batch, length, heads, ...]."""
     x = x.permute(1, 0, 3, 2, *range(4, x.dim()))
     return x.flatten(3, 4).flatten(1, 2)[:, :length]
 
@@ -130,10 +169,10 @@ def _differences(c: Tensor) -> Tensor:
     return column - column.mT
 
 
-def _span(given: ScanInputs, part: slice) -> ScanSpan:
+def _scan_span(given: ScanInputs, part: slice) -> ScanSpan:
     groups = given.B.shape[2]
-    x, dt = (_chunks(t, part, groups) for t in (given.x, given.dt))
-    B, C = (_chunks(t, part, groups).squeeze(4) for t in (given.B, given.C))
+    x, dt = (_chunks_of_groups(t, part, groups) for t in (given.x, given.dt))
+    B, C = (_chunks_of_groups(t, part, groups).squeeze(4) for t in (given.B, given.C))
     exact = (dt * given.by_group(given.A)).double().cumsum(-2)
     c = exact.to(dt.dtype)
     decay = _differences(c).add_(_differences((exact - c).to(dt.dtype)))
@@ -158,7 +197,7 @@ def _through(products: Tensor, carried: Tensor, state: Tensor, *, back: bool = F
     return state
 
 
-def _states(span: ScanSpan, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _span_states(span: ScanSpan, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Before each chunk [chunks, batch, groups, N, heads, P], and behind the last."""
     states = (span.B.mT @ written.flatten(-2)).view(*span.B.shape[:3], -1, *written.shape[-2:])
     return states, _through(states, span.carried, state)
@@ -172,13 +211,13 @@ def forward_reference(given: ScanInputs) -> tuple[Tensor, Tensor]:
     skip = given.by_group(given.D).unsqueeze(-1)
     for index, part in enumerate(given.spans()):
         kept[index] = state
-        span = _span(given, part)
+        span = _scan_span(given, part)
         u = span.x * span.dt[..., None]
-        states, state = _states(span, u * span.falling[..., None], state)
+        states, state = _span_states(span, u * span.falling[..., None], state)
         found = (span.C @ states.flatten(-2)).view(u.shape) * span.risen[..., None]
         found += _by_head(span.scores @ _by_head(u))
         found += span.x * skip
-        out[:, part] = _tokens(found, part.stop - part.start)
+        out[:, part] = _tokens_of_groups(found, part.stop - part.start)
     return out, kept
 
 
@@ -189,8 +228,8 @@ def backward_reference(grad: Tensor, given: ScanInputs, kept: Tensor) -> tuple[T
     d_rates, d_skip = torch.zeros_like(rates), torch.zeros_like(skip)
     d_state = kept.new_zeros(given.states_shape[1:])
     for index, part in reversed(list(enumerate(given.spans()))):
-        span = _span(given, part)
-        d_out = _chunks(grad, part, given.B.shape[2])
+        span = _scan_span(given, part)
+        d_out = _chunks_of_groups(grad, part, given.B.shape[2])
         found = _gradients(span, d_out, kept[index], d_state)
         d_state = found.state
         d_rates += (found.decays * span.dt).sum((0, 1, 3)).unsqueeze(1)
@@ -202,7 +241,7 @@ def backward_reference(grad: Tensor, given: ScanInputs, kept: Tensor) -> tuple[T
             found.C.unsqueeze(4),
         )
         for to, gradient in zip(of_tokens, gradients, strict=True):
-            to[:, part] = _tokens(gradient, part.stop - part.start)
+            to[:, part] = _tokens_of_groups(gradient, part.stop - part.start)
     d_x, d_dt, d_B, d_C = of_tokens
     d_A, d_D = (d.flatten().to(t.dtype) for d, t in ((d_rates, given.A), (d_skip, given.D)))
     return d_x, d_dt, d_A, d_B, d_C, d_D
@@ -223,7 +262,7 @@ def _gradients(span: ScanSpan, d_out: Tensor, state: Tensor, d_state: Tensor) ->
     u = span.x * span.dt[..., None]
     d_u, d_similar, decays = _by_scores(span, u, d_out)
     written = u * span.falling[..., None]
-    states, _ = _states(span, written, state)
+    states, _ = _span_states(span, written, state)
     d_read = d_out * span.risen[..., None]
     risen = _dot(d_read, (span.C @ states.flatten(-2)).view(u.shape))
     d_C = d_similar @ span.B + d_read.flatten(-2) @ states.flatten(-2).mT
@@ -243,10 +282,10 @@ def _by_scores(span: ScanSpan, u: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor
     d_u = _by_head(span.scores.mT @ _by_head(d_out))
     d_scores = (_by_head(d_out) @ _by_head(u).mT).mul_(span.decay)
     d_similar = d_scores.sum(3)
-    return d_u, d_similar, _between(d_scores.mul_(span.similar.unsqueeze(3)))
+    return d_u, d_similar, _pairs_across(d_scores.mul_(span.similar.unsqueeze(3)))
 
 
-def _between(pairs: Tensor) -> Tensor:
+def _pairs_across(pairs: Tensor) -> Tensor:
     """To each token's decay the sum of the pairs i, j that it lies between, i >= t > j.
 
     Sums of rows less sums of columns would lose digits where most of a pair's gradient is its token's own.
@@ -276,21 +315,6 @@ def eager(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> 
         state = state * carried + more
     out = (C @ B.mT * decays(c)) @ x + c.exp()[..., None] * (C @ torch.stack(states, 2))
     return out_of_chunks(out, tokens) + skip
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the forward; the backward launches the first three again.
-#
-# The first computes what each span of chunks adds to a state of zeros, for all spans at once; the second goes
-# through the spans, element by element, and leaves the state before each in the place of what it adds; the
-# third makes C_i · B_j for a chunk's tokens and those of its own and earlier chunks of the span, once for all
-# heads of a group; the fourth computes the results from these and the state before the span. A head's states
-# are matrices [N, P] whose rows lie heads of a group x P apart. Products take the type of x and accumulate in
-# ACC, which ``similar`` [batch, groups, chunks, SPAN, CHUNK, CHUNK] is in: of a chunk with itself, with the
-# one before it, and so on. Tokens that a last chunk lacks are zeros that decay nothing.
-#
-# With BACK the first two go the other way: what a span adds to the gradient of the state before it, with C
-# for B and the gradient of the results for x, and the gradient of the state behind each span.
 
 
 @triton.jit
@@ -479,24 +503,6 @@ def mamba2_scan_kernel(
         between += z
     out_ptr = matrix(out_ptr, batch, out_batch, head, out_head)
     store_rows(out_ptr, begin + at, out_token, tokens, v_col, V_DIM, out)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels of the backward; conventions are those of the forward's.
-#
-# The forward's kernels go before: the second leaves the gradient dS' of the state behind every span, the
-# first ``factors`` on its way. Then one makes the gradient of x, one that of C B^T and what pairs give to
-# decays, one those of C and of B, and one that of dt. With s the sum of A dt from a span's begin, e its last,
-# i >= j tokens of the span, and dX the gradient of X:
-#
-#     du_j = sum_i C_i·B_j exp(s_i - s_j) dout_i + exp(e - s_j) dS'^T B_j         dx = dt du + D dout
-#     d(C B^T)_ij = sum of a group's heads of exp(s_i - s_j) dout_i·u_j
-#     dC_i = sum_j d(C B^T)_ij B_j + sum of heads of exp(s_i) S dout_i
-#     dB_j = sum_i d(C B^T)_ij C_i + sum of heads of exp(e - s_j) dS' u_j
-#
-# To the decay of a token come all that passes it: pairs i >= t > j of its span, what is read of the state at
-# it or behind it, what is written before it, and the state that the span carries. These are sums, never
-# differences of sums, which would lose digits where most of a pair's gradient is its token's own.
 
 
 @triton.jit
@@ -757,30 +763,16 @@ def mamba2_backward_decays_kernel(
     tl.store(totals_ptr + share, tl.sum(skipped, axis=0))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What launches the kernels, and which inputs they take.
-
-
 MAX_WIDTH = 256  # of B and C
 _PASSED = 1024  # elements of a state that a program takes through the spans
 PART = 16  # heads whose pairs a program adds up
 _WARPS = {86: 8, 89: 8, 120: 8}  # of the first kernel, which spills there with four
-_SMALL = 80, 86, 89, 120  # where pairs, dB and dC of wide x spill unless loads run ahead
+_SMALL_ARCHS = 80, 86, 89, 120  # where pairs, dB and dC of wide x spill unless loads run ahead
 MAX_GRID = 65535  # CUDA's, beyond the first dimension
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, tokens and heads."""
-    return [x.stride(d) for x in tensors for d in range(3)]
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Columns side by side, tokens of a chunk less than 2**31 elements apart."""
-    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 1 << 31 else x.contiguous()
-
-
 def _all_dense(given: ScanInputs) -> ScanInputs:
-    x, B, C = map(_dense, (given.x, given.B, given.C))
+    x, B, C = (dense_tokens(t, CHUNK) for t in (given.x, given.B, given.C))
     return ScanInputs(x, given.dt, given.A.contiguous(), B, C, given.D.contiguous())
 
 
@@ -789,15 +781,15 @@ def _columns(width: int, most: int = 64) -> int:
     return min(most, max(16, next_power_of_2(width)))
 
 
-def _spans(given: ScanInputs) -> dict[str, Any]:
+def _span_sizes(given: ScanInputs) -> dict[str, Any]:
     """Constants that kernels share which go through chunks of a span."""
     return {"ACC": accumulator(given.x.dtype), "SPAN": SPAN // CHUNK, "CHUNK": CHUNK}
 
 
-def _sizes(given: ScanInputs, most: int = MAX_WIDTH, stages: int = 2) -> dict[str, Any]:
+def _column_sizes(given: ScanInputs, most: int = MAX_WIDTH, stages: int = 2) -> dict[str, Any]:
     """The same, with columns of B and C."""
     inner = given.B.shape[3]
-    return {"DIM": inner, "BLOCK_D": _columns(inner, most), "num_stages": stages, **_spans(given)}
+    return {"DIM": inner, "BLOCK_D": _columns(inner, most), "num_stages": stages, **_span_sizes(given)}
 
 
 def _launch_states(
@@ -809,7 +801,7 @@ def _launch_states(
     back = kept is not None
     states = x.new_empty(given.states_shape, dtype=wide(x.dtype))
     decays = states.new_empty(batch, heads, len(states))
-    sizes = _sizes(given)
+    sizes = _column_sizes(given)
     blocks = ceil_div(sizes["DIM"] * width, _PASSED)
     factors = states.new_empty(batch, heads, ceil_div(tokens, CHUNK), 3, CHUNK) if back else decays
     carried = states.new_empty(batch, heads, len(states), blocks) if back else decays
@@ -819,7 +811,7 @@ def _launch_states(
         mamba2_states_kernel,
         (len(states) * ceil_div(width, columns), heads, batch),
         *(x, given.dt, given.A, B, states, decays, factors),
-        *(*_strides(x, given.dt, B), *of_heads, tokens),
+        *(*token_strides(x, given.dt, B), *of_heads, tokens),
         num_warps=_WARPS.get(arch_of(x), 4),
         BACK=back,
         V_DIM=width,
@@ -847,8 +839,8 @@ def _scores(given: ScanInputs) -> Tensor:
     launch(
         mamba2_scores_kernel,
         (chunks * span, groups, batch),
-        *(given.B, given.C, similar, *_strides(given.B, given.C), groups, tokens),
-        **_sizes(given),
+        *(given.B, given.C, similar, *token_strides(given.B, given.C), groups, tokens),
+        **_column_sizes(given),
     )
     return similar
 
@@ -864,17 +856,17 @@ def forward_triton(given: ScanInputs) -> tuple[Tensor, Tensor]:
         mamba2_scan_kernel,
         (ceil_div(tokens, CHUNK) * ceil_div(width, columns), heads, batch),
         *(x, given.dt, given.A, C, given.D, similar, states, out),
-        *(*_strides(x, given.dt, C, out), states.stride(0), heads, heads // C.shape[2], tokens),
+        *(*token_strides(x, given.dt, C, out), states.stride(0), heads, heads // C.shape[2], tokens),
         V_DIM=width,
         BLOCK_V=columns,
-        **_sizes(given),
+        **_column_sizes(given),
     )
     return out, states
 
 
 def backward_triton(grad: Tensor, given: ScanInputs, states: Tensor) -> tuple[Tensor, ...]:
     """Gradients of x, dt, A, B, C, D; that of the results is rounded to x's type, which products take."""
-    given, grad, states = _all_dense(given), _dense(grad.to(given.x.dtype)), states.contiguous()
+    given, grad, states = _all_dense(given), dense_tokens(grad.to(given.x.dtype), CHUNK), states.contiguous()
     behind, factors, carried = _launch_states(grad, given.C, given, states)
     similar = _scores(given)
     d_x, sums = _launch_x(grad, given, similar, factors, behind)
@@ -898,10 +890,10 @@ def _launch_x(
         mamba2_backward_x_kernel,
         (chunks * blocks, heads, batch),
         *(given.x, given.B, given.D, grad, similar, factors, behind, d_x, *sums),
-        *(*_strides(given.x, given.B, grad), behind.stride(0), heads, heads // given.B.shape[2], tokens),
+        *(*token_strides(given.x, given.B, grad), behind.stride(0), heads, heads // given.B.shape[2], tokens),
         V_DIM=width,
         BLOCK_V=columns,
-        **_sizes(given, 32, stages=1),
+        **_column_sizes(given, 32, stages=1),
     )
     return d_x, sums
 
@@ -916,13 +908,13 @@ def _launch_pairs(grad: Tensor, given: ScanInputs, similar: Tensor, factors: Ten
     launch(
         mamba2_backward_pairs_kernel,
         (chunks * span, groups * parts, batch),
-        *(given.x, grad, similar, factors, d_similar, pairs, *_strides(given.x, grad)),
+        *(given.x, grad, similar, factors, d_similar, pairs, *token_strides(given.x, grad)),
         *(groups * parts, heads, heads // groups, tokens),
         PART=PART,
         V_DIM=width,
         BLOCK_V=_columns(width),
-        num_stages=2 if arch_of(similar) in _SMALL else 1,
-        **_spans(given),
+        num_stages=2 if arch_of(similar) in _SMALL_ARCHS else 1,
+        **_span_sizes(given),
     )
     return d_similar, pairs
 
@@ -933,7 +925,7 @@ def _launch_groups(
     """dC and what is read of the states, or ``back`` dB."""
     batch, tokens, groups, inner = given.B.shape
     heads, width = x.shape[2:]
-    columns, ahead = _columns(inner), width > 64 and arch_of(x) in _SMALL
+    columns, ahead = _columns(inner), width > 64 and arch_of(x) in _SMALL_ARCHS
     blocks, chunks = ceil_div(inner, columns), factors.shape[2]
     found = given.B.new_empty(given.B.shape)
     risen = factors if back else factors.new_empty(batch, heads, chunks, blocks, CHUNK)
@@ -941,12 +933,12 @@ def _launch_groups(
         mamba2_backward_groups_kernel,
         (chunks * blocks, groups, batch),
         *(x, given.B, given.C, d_similar, factors, states, found, risen),
-        *(*_strides(x, given.B, given.C), states.stride(0)),
+        *(*token_strides(x, given.B, given.C), states.stride(0)),
         *(groups, heads // groups, d_similar.shape[1] // groups, tokens),
         BACK=back,
         V_DIM=width,
         BLOCK_V=_columns(width, 32 if ahead else 64),
-        **_sizes(given, columns, stages=2 if ahead else 1),
+        **_column_sizes(given, columns, stages=2 if ahead else 1),
     )
     return found, risen
 
@@ -967,7 +959,7 @@ def _launch_decays(
         BLOCKS=sums.shape[4],
         READ=risen.shape[3],
         PASSED=next_power_of_2(passed),
-        **_spans(given),
+        **_span_sizes(given),
     )
     return d_dt, totals
 
@@ -982,34 +974,6 @@ def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
     fits = max(x.shape[0], x.shape[2]) <= MAX_GRID and B.shape[3] <= MAX_WIDTH and x.numel() > 0
     fits &= x.shape[2] * x.shape[3] * MAX_WIDTH < 1 << 31
     return runs_triton(x) and same and fits and (x.dtype == torch.bfloat16 or not on_gpu(x))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Mamba-2's scan, the state space dual (Dao and Gu 2024, arXiv:2405.21060), as its models compute it.
-#
-# Each head has a state S [N, P], zero at first, and for each token t
-#
-#     S = exp(A dt_t) S + dt_t B_t x_t^T        out_t = S^T C_t + D x_t
-#
-# x: [B, T, H, P]. dt: [B, T, H], not negative. A, D: [H], A negative. B, C: [B, T, G, N], G dividing H. out:
-# [B, T, H, P]. Computed in float32 (float64 for float64 x), as is out: the models norm it before they round
-# it. Saves the inputs and the states before every 256th token.
-#
-# Tokens are taken in chunks of 64. With c the sum of A dt from a chunk's start, z its last, u = dt x, and S
-# the state before the chunk:
-#
-#     out = tril(C B^T * exp(c_i - c_j)) u + exp(c) C S + D x        S' = exp(z) S + B^T (exp(z - c) u)
-#
-# so that all but S is a product of matrices. In torch C B^T, C S and the last product take all heads of a
-# group at once. On bfloat16 the forward is four kernels: what each span of 256 tokens adds to a state, the
-# states before the spans, C B^T of the pairs of a span, and the results. Traffic, where B and C stay in the
-# cache: x twice, out once; states, float32, four times; C B^T, 256 float32 for each token and group, twice.
-#
-# The backward is eight, behind a copy of the gradient of out in x's type: the first two from right to left,
-# for the gradients of the states behind the spans, and C B^T again; then dx; the gradient of C B^T, and what
-# pairs give to decays; dC; dB; ddt. Traffic: x, dx and that copy nine times, the gradient of out once; states
-# seven times, C B^T three times, its gradient three times for each 16 heads; and about 30 float32 for each
-# token and head.
 
 
 @torch.library.custom_op("megacompile::mamba2_chunk_scan", mutates_args=())

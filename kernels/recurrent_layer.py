@@ -45,11 +45,8 @@ def _with_bias(given: Tensor, bias: Tensor | None) -> Tensor:
     return torch.add(given, bias, out=given.new_empty(given.shape))  # whatever the strides of given
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Forward: output [T, B, P], last cell [B, H], gates [T, B, G * H], kept [T, B, H], empty where there is none.
-
-
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Output [T, B, P], last cell [B, H], gates [T, B, G * H], kept [T, B, H], empty where there is none."""
 
 
 def _lstm(
@@ -93,7 +90,7 @@ def _gru(given: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, rev
     return output, given.new_empty(0), gates, kept
 
 
-def _plain(
+def _simple_rnn(
     given: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, kind: str, reverse: bool
 ) -> Results:
     output, right = _with_bias(given, bias), weight.t()
@@ -120,7 +117,7 @@ def recurrent_layer_op(
         return _lstm(given, hidden, cell, weight, bias, projection, reverse)
     if kind == "gru":
         return _gru(given, hidden, weight, bias, reverse)
-    return _plain(given, hidden, weight, bias, kind, reverse)
+    return _simple_rnn(given, hidden, weight, bias, kind, reverse)
 
 
 @recurrent_layer_op.register_fake
@@ -136,14 +133,11 @@ def _(
     return output, last, given.new_empty(given.shape), given.new_empty(length, batch, wide // GATES[kind])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Backward: gradients of (given, hidden, cell, weight, bias, projection), empty where there is none.
-
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Those of (given, hidden, cell, weight, bias, projection), empty where there is none."""
 
 
-def _before(first: Tensor, states: Tensor, t: int, reverse: bool) -> Tensor:
+def _state_before(first: Tensor, states: Tensor, t: int, reverse: bool) -> Tensor:
     """The state that step t began from."""
     start = len(states) - 1 if reverse else 0
     return first if t == start else states[t + 1 if reverse else t - 1]
@@ -180,7 +174,7 @@ def _lstm_backward(
         torch.mul(d_hidden, tanh, out=d_leave)
         d_cell.add_(aten.tanh_backward(d_hidden.mul_(leave), tanh))
         torch.mul(d_cell, update, out=d_enter)
-        torch.mul(d_cell, _before(cell, cells, t, reverse), out=d_forget)
+        torch.mul(d_cell, _state_before(cell, cells, t, reverse), out=d_forget)
         torch.mul(d_cell, enter, out=d_update)
         both, d_both = gates[t, :, : 2 * width], d_gates[t, :, : 2 * width]
         aten.sigmoid_backward.grad_input(d_both, both, grad_input=d_both)
@@ -209,7 +203,7 @@ def _gru_backward(
         reset, update, new = gates[t].chunk(3, -1)
         d_reset, d_update, d_new = d_given[t].chunk(3, -1)
         d_hidden = d_hidden.add_(grad[t])
-        torch.sub(_before(hidden, output, t, reverse), new, out=d_update).mul_(d_hidden)
+        torch.sub(_state_before(hidden, output, t, reverse), new, out=d_update).mul_(d_hidden)
         torch.addcmul(d_hidden, d_hidden, update, value=-1, out=d_new)
         aten.tanh_backward.grad_input(d_new, new, grad_input=d_new)
         torch.mul(d_new, kept[t], out=d_reset)
@@ -222,7 +216,7 @@ def _gru_backward(
     return d_given, d_hidden, gates.new_empty(0), d_weight, d_bias, gates.new_empty(0)
 
 
-def _plain_backward(
+def _simple_rnn_backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, kind: str,
     reverse: bool,
 ) -> Gradients:  # fmt: skip
@@ -261,7 +255,7 @@ def recurrent_layer_backward_op(
         )
     if kind == "gru":
         return _gru_backward(grad, hidden, weight, bias, output, gates, kept, reverse)
-    return _plain_backward(grad, hidden, weight, bias, output, kind, reverse)
+    return _simple_rnn_backward(grad, hidden, weight, bias, output, kind, reverse)
 
 
 @recurrent_layer_backward_op.register_fake
@@ -307,10 +301,6 @@ def recurrent_layer(
     return output, last
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Costs.
-
-
 def recurrent_layer_flops(
     given: Any, hidden: Any, cell: Any, weight: Any, bias: Any, projection: Any, *_: Any, **__: Any
 ) -> int:
@@ -324,7 +314,12 @@ def recurrent_layer_backward_flops(grad: Any, d_cell: Any, *others: Any, **_: An
     return 2 * recurrent_layer_flops(grad, *others)
 
 
-_LAUNCHES = {"lstm": (8, 14), "gru": (9, 11), "tanh": (2, 3), "relu": (2, 3)}  # of a step: forward, backward
+_CALLS_A_STEP = {
+    "lstm": (8, 14),
+    "gru": (9, 11),
+    "tanh": (2, 3),
+    "relu": (2, 3),
+}  # of a step: forward, backward
 _ONCE = 2, 5
 
 
@@ -332,7 +327,7 @@ def _launches(backward: int) -> Callable[[Arguments], int]:
     def count(given: Arguments) -> int:
         steps = len(given["grad" if backward else "given"])
         projects = given["projection"] is not None
-        return _ONCE[backward] + steps * (_LAUNCHES[given["kind"]][backward] + projects * (1 + backward))
+        return _ONCE[backward] + steps * (_CALLS_A_STEP[given["kind"]][backward] + projects * (1 + backward))
 
     return count
 

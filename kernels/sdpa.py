@@ -21,21 +21,10 @@ from megacompile.kernels._triton import wide
 from megacompile.kernels.attention import Rule, flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_choice import Features, Path, choose
 from megacompile.kernels.attention_sinks import gradient_of_sinks, with_sinks
+from megacompile.kernels.operator_benchmark import Cost, Costs, Function, Operation, Shape, normal
 from megacompile.kernels.plain_attention import Drops, plain_backward, plain_forward, summed_to
 from megacompile.kernels.query_chunks import Chunk, chunks_of
-from megacompile.kernels.registry import (
-    Arguments,
-    Cost,
-    Costs,
-    Function,
-    Kernel,
-    Operation,
-    OpPass,
-    OpSpec,
-    Shape,
-    declare,
-    normal,
-)
+from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
 from megacompile.kernels.torch_sdpa import (
     backward,
     efficient_backward,

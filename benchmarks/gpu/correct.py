@@ -15,7 +15,7 @@ from benchmarks.gpu.work import batch_of, device, tiny
 from megacompile.bench.kernel_bench import check
 from megacompile.bench.operations import OPERATIONS
 from megacompile.bench.providers import OURS
-from megacompile.kernels.registry import Operation
+from megacompile.kernels.operator_benchmark import Operation
 from megacompile.units import parse_bytes
 
 _DTYPES = (torch.bfloat16, torch.float32)

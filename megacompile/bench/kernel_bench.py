@@ -18,7 +18,7 @@ from torch import Tensor
 from megacompile.bench.operations import gradients_like, inputs_of
 from megacompile.bench.providers import Provider
 from megacompile.bench.timing import Roofline, Timer
-from megacompile.kernels.registry import Cost, Function, Operation, Shape
+from megacompile.kernels.operator_benchmark import Cost, Function, Operation, Shape
 
 SLACK = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 MODES = ("forward", "backward", "full")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacompile.kernels.registry import SPECS, Operation, Shape, normal
+from megacompile.kernels.operator_benchmark import Operation, Shape, normal
+from megacompile.kernels.registry import SPECS
 
 OPERATIONS = {operation.name: operation for _, spec in sorted(SPECS.items()) for operation in spec.benchmarks}
 

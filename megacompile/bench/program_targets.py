@@ -15,7 +15,8 @@ from megacompile.bench.operations import OPERATIONS
 from megacompile.blocks.costs import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json
-from megacompile.kernels.registry import CALLED, Shape
+from megacompile.kernels.operator_benchmark import Shape
+from megacompile.kernels.registry import CALLED
 from megacompile.text_files import read_text
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megacompile.bench.operations import OPERATIONS
 from megacompile.errors import MegacompileError
-from megacompile.kernels.registry import Function
+from megacompile.kernels.operator_benchmark import Function
 
 Provider = Callable[[str], Function | None]
 

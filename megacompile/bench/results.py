@@ -13,7 +13,8 @@ from typing import Any
 
 from megacompile.bench.kernel_bench import MODES, Row
 from megacompile.json_codec import from_plain, parse_json, to_plain
-from megacompile.kernels.chips import CHIPS, read_ceilings, read_table
+from megacompile.kernels.chips import CHIPS
+from megacompile.kernels.gate_tables import read_ceilings, read_table
 from megacompile.own_files import replace_text, replacing_file
 from megacompile.text_files import read_text
 

@@ -24,7 +24,8 @@ from megacompile.bench.program_targets import operation_of
 from megacompile.blocks.costs import Calls, KernelCall, flops, moved
 from megacompile.hardware.kernel_ceilings import kernel_seconds
 from megacompile.hardware.machine import Machine
-from megacompile.kernels.registry import CALLED, Shape
+from megacompile.kernels.operator_benchmark import Shape
+from megacompile.kernels.registry import CALLED
 from megacompile.schedule.workload import KernelWork
 
 _TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace

@@ -18,7 +18,8 @@ from functools import cache
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES
 from megacompile.hardware.machine import Machine
-from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling, read_ceilings
+from megacompile.kernels.chips import CHIPS, LATENCY, Ceiling
+from megacompile.kernels.gate_tables import read_ceilings
 from megacompile.kernels.registry import CALLED, Called, Kernel
 from megacompile.schedule.step import Op
 from megacompile.schedule.workload import Call, KernelWork

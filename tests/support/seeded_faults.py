@@ -255,14 +255,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "kernels",
-        "kernels/norms.py",
+        "kernels/rms_norm.py",
         "rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / columns + eps)",
         "rstd = 1.0 / (tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / columns) + eps)",
         ("tests/unit/kernels/interpreted/test_rms_norm.py",),
     ),
     Fault(
         "kernels",
-        "kernels/norms.py",
+        "kernels/rms_norm.py",
         "        mean = tl.sum(grad * normal, axis=1) / columns\n        if WIDE:",
         "        mean = tl.sum(grad, axis=1) / columns\n        if WIDE:",
         ("tests/unit/kernels/interpreted/test_rms_norm.py",),

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile.kernels  # noqa: F401  registers the operators
 from megacompile.blocks.memory_meter import StorageMeter, implementation, tensors_of
-from megacompile.kernels._triton import chunks
+from megacompile.kernels.row_chunks import chunks
 
 ops = torch.ops.megacompile
 Call = tuple[torch._ops.OpOverload, tuple[object, ...]]

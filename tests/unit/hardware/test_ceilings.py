@@ -16,7 +16,8 @@ from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.kernel_ceilings import kernel_seconds, nearest, rate
 from megacompile.hardware.simulate import duration
-from megacompile.kernels.chips import CEILINGS, CHIPS, read_ceilings
+from megacompile.kernels.chips import CHIPS
+from megacompile.kernels.gate_tables import CEILINGS, read_ceilings
 from megacompile.schedule.step import Op
 from megacompile.schedule.workload import KernelWork
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks import kernel_gate as gate
 from megacompile import kernels
 from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, launch, recording, row_tile, triton
-from megacompile.kernels.chips import (
+from megacompile.kernels.gate_tables import (
     CEILINGS,
     SHARED_LIMIT,
     TABLE,
@@ -29,8 +29,9 @@ from megacompile.kernels.chips import (
     write_table,
 )
 
-adamw, attention, norms, rope = (
-    importlib.import_module(f"megacompile.kernels.{name}") for name in ("adamw", "attention", "norms", "rope")
+adamw, attention, layer_norm, rms_norm, rope = (
+    importlib.import_module(f"megacompile.kernels.{name}")
+    for name in ("adamw", "attention", "layer_norm", "rms_norm", "rope")
 )
 
 pytestmark = pytest.mark.skipif(
@@ -102,9 +103,9 @@ def test_every_tile_is_compiled(arch: int) -> None:
     for columns in range(33, MAX_ROW + 1, 31):
         for kernel, most, per_thread in (
             ("rms_norm_forward_kernel", MAX_ROW, 16),
-            ("rms_norm_backward_kernel", norms.MAX_RMS_NORM_BACKWARD, 16),
+            ("rms_norm_backward_kernel", rms_norm.MAX_RMS_NORM_BACKWARD, 16),
             ("layer_norm_forward_kernel", MAX_ROW, 16),
-            ("layer_norm_backward_kernel", norms.MAX_LAYER_NORM_BACKWARD, 8),
+            ("layer_norm_backward_kernel", layer_norm.MAX_LAYER_NORM_BACKWARD, 8),
         ):
             tile = row_tile(columns, per_thread)
             if columns <= most:

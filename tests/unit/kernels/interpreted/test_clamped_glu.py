@@ -2,7 +2,7 @@ import pytest
 import torch
 from harness import DTYPES, SHAPES, compare, gradcheck, randn, spread, strided
 
-from megacompile.kernels.glu import clamped_glu
+from megacompile.kernels.clamped_glu import clamped_glu
 
 LAYOUTS = {"interleaved": True, "halves": False}
 

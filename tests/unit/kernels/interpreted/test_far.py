@@ -12,18 +12,18 @@ from triton.runtime import interpreter
 
 from megacompile.kernels import gated_delta, mamba2
 from megacompile.kernels.attention import Rule, backward_reference, forward_reference
+from megacompile.kernels.cross_entropy_tiles import LossTerms
 from megacompile.kernels.gated_delta import RuleInputs
 from megacompile.kernels.gated_delta import backward_reference as delta_backward
 from megacompile.kernels.gated_delta import forward_reference as delta_reference
-from megacompile.kernels.linear_cross_entropy import LossTerms
 from megacompile.kernels.mamba2 import ScanInputs
 from megacompile.kernels.mamba2 import backward_reference as scan_backward
 from megacompile.kernels.mamba2 import forward_reference as scan_reference
-from megacompile.kernels.rope import qk_norm_rope_backward_reference, qk_norm_rope_reference
+from megacompile.kernels.qk_norm_rope import qk_norm_rope_backward_reference, qk_norm_rope_reference
 
-attention, cross_entropy_tiles, glu, rope = (
+attention, cross_entropy_tiles, glu, clamped_glu, rope, qk_norm_rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
-    for name in ("attention", "linear_cross_entropy", "glu", "rope")
+    for name in ("attention", "cross_entropy_tiles", "glu", "clamped_glu", "rope", "qk_norm_rope")
 )
 FAR = 1 << 31
 builder = interpreter.interpreter_builder
@@ -90,13 +90,13 @@ def test_glu(last, numel):
 def test_clamped_glu(last, interleaved):
     both = reserved(FAR // 2048 + 1, 2048) if not interleaved else reserved(1, FAR + 512)
     row = both[-1:, -1024:].clone() if interleaved else both[-1:].clone()
-    y = glu.clamped_glu_triton(both, 7.0, 1.702, interleaved)
-    expected = glu.clamped_glu_reference(row, 7.0, 1.702, interleaved)
+    y = clamped_glu.clamped_glu_triton(both, 7.0, 1.702, interleaved)
+    expected = clamped_glu.clamped_glu_reference(row, 7.0, 1.702, interleaved)
     torch.testing.assert_close(tail(y), tail(expected))
     grad, dboth, dexpected = y, torch.empty_like(both), torch.empty_like(row)
-    glu.clamped_glu_backward_triton(grad, both, 7.0, 1.702, interleaved, dboth)
+    clamped_glu.clamped_glu_backward_triton(grad, both, 7.0, 1.702, interleaved, dboth)
     given = grad.view(-1)[-row.numel() // 2 :].view(1, -1).clone(), row, 7.0, 1.702, interleaved
-    glu.clamped_glu_backward_reference(*given, dexpected)
+    clamped_glu.clamped_glu_backward_reference(*given, dexpected)
     torch.testing.assert_close(tail(dboth), tail(dexpected))
 
 
@@ -153,9 +153,9 @@ def test_qk_norm_rope(lazy, dim):
     x, grad = torch.randn(2, *[4 if d == dim else 2 for d in range(3)], 8, dtype=LOW[0])
     given = torch.ones(8), *torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
     far = far_apart(x, dim)
-    y, rstd = rope.qk_norm_rope_triton(far, *given, 1e-6, 0.0)
+    y, rstd = qk_norm_rope.qk_norm_rope_triton(far, *given, 1e-6, 0.0)
     torch.testing.assert_close((y, rstd), qk_norm_rope_reference(x, *given, 1e-6, 0.0), atol=2e-3, rtol=2e-3)
-    found = rope.qk_norm_rope_backward_triton(far_apart(grad, dim), far, *given, rstd, 0.0)
+    found = qk_norm_rope.qk_norm_rope_backward_triton(far_apart(grad, dim), far, *given, rstd, 0.0)
     expected = qk_norm_rope_backward_reference(grad, x, *given, rstd, 0.0)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 

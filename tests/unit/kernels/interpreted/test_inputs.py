@@ -22,13 +22,17 @@ from test_attention import eager as written_out
 from torch import Tensor
 
 from megacompile.kernels.adamw import Constants, adamw_, adamw_reference
+from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.clamped_glu import clamped_glu
 from megacompile.kernels.dropout import dropout, dropout_reference
 from megacompile.kernels.gated_delta import gated_delta_rule
-from megacompile.kernels.glu import clamped_glu, glu
+from megacompile.kernels.glu import glu
+from megacompile.kernels.layer_norm import layer_norm
 from megacompile.kernels.linear_cross_entropy import linear_cross_entropy
 from megacompile.kernels.mamba2 import mamba2_chunk_scan
-from megacompile.kernels.norms import add_rms_norm, layer_norm, rms_norm
-from megacompile.kernels.rope import qk_norm_rope, rope
+from megacompile.kernels.qk_norm_rope import qk_norm_rope
+from megacompile.kernels.rms_norm import rms_norm
+from megacompile.kernels.rope import rope
 
 RNG = torch.tensor([5, 6])
 ROWS, COLUMNS = 7, 41

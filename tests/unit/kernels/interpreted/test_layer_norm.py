@@ -3,7 +3,8 @@ import torch
 from harness import DTYPES, SHAPES, compare, gradcheck, randn, spread, strided
 from torch.nn.functional import layer_norm as plain
 
-from megacompile.kernels.norms import layer_norm, rms_norm
+from megacompile.kernels.layer_norm import layer_norm
+from megacompile.kernels.rms_norm import rms_norm
 
 
 def eager(x, weight, bias):

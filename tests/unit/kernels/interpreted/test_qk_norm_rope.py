@@ -4,7 +4,7 @@ import test_rope
 import torch
 from harness import DTYPES, compare, gradcheck, randn, results, spread, strided
 
-from megacompile.kernels.rope import qk_norm_rope
+from megacompile.kernels.qk_norm_rope import qk_norm_rope
 
 VARIANTS = {"qwen": 0.0, "gemma": 1.0}
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from harness import DTYPES, SHAPES, compare, gradcheck, randn, spread, strided
 
-from megacompile.kernels.norms import add_rms_norm, rms_norm
+from megacompile.kernels.add_rms_norm import add_rms_norm
+from megacompile.kernels.rms_norm import rms_norm
 
 VARIANTS = {"llama": (0.0, True), "gemma": (1.0, False), "olmo": (0.0, False)}
 
