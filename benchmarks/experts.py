@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
 from megacompile.blocks.costs import grouped
-from megacompile.blocks.policies import DifferentiatedTemplate
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.simulate import traffic_seconds
 from megacompile.schedule.step import Op

@@ -23,8 +23,9 @@ from unittest import mock
 import torch
 
 from megacompile.blocks import memory_meter
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import partition
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
@@ -37,7 +38,7 @@ Rows = dict[str, int]
 @contextlib.contextmanager
 def triton_path() -> Iterator[None]:
     """Let the meter see what the fused operators allocate where their Triton kernels run."""
-    implementation = memory_meter._implementation
+    implementation = memory_meter.implementation
 
     def opaque(func: Any) -> Any:
         name = func._schema.name.removeprefix("megacompile::").removesuffix("_backward")
@@ -45,7 +46,7 @@ def triton_path() -> Iterator[None]:
 
     head = sys.modules["megacompile.kernels.linear_cross_entropy"]
     with (
-        mock.patch.object(memory_meter, "_implementation", opaque),
+        mock.patch.object(memory_meter, "implementation", opaque),
         mock.patch.object(memory_meter, "_SEEN", {}),  # what calls took on the CPU path
         mock.patch.object(head, "add_product_", lambda *args: None),  # within cuBLAS's product
         mock.patch.object(head, "accumulate", lambda *args: None),

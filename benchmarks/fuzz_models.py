@@ -67,14 +67,14 @@ def try_one(seed: int) -> Result:
 def _judge(seed: int) -> Result:
     import torch
 
-    from megacompile.graph import tile_rewriter
+    from megacompile.graph import tile_cuts
     from megacompile.planner import tiling
     from tests.support.fuzz import case, draw
     from tests.support.judge import judge
 
     trial = draw(seed)
     if trial.piece_bytes:
-        for module in (tile_rewriter, tiling):
+        for module in (tile_cuts, tiling):
             module.LEAST_PIECE = trial.piece_bytes
     return judge(case(trial), getattr(torch, trial.dtype)).as_dict()
 

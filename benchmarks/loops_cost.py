@@ -17,10 +17,11 @@ from torch import Tensor
 from benchmarks.report import machine_line
 from megacompile.api.frontend import Frontend
 from megacompile.blocks.block_functions import Boxed
-from megacompile.blocks.chunk_loops import two_lengths
+from megacompile.blocks.chunk_roles import two_lengths
+from megacompile.blocks.differentiated_template import PolicyFunctions
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import PolicyFunctions, _Cutter
+from megacompile.blocks.policies import _Cutter
 from megacompile.capture.batch import read_batch
 
 _CPU = torch.device("cpu")

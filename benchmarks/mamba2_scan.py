@@ -17,7 +17,7 @@ from unittest import mock
 from torch import nn
 
 from benchmarks.one_layer import compiled_layer, tokens_asked
-from megacompile.blocks.policies import PolicyFunctions
+from megacompile.blocks.differentiated_template import PolicyFunctions
 from megacompile.capture import patches
 
 _COLUMNS = ("layer", "scan", "nodes", "forward", "recompute and backward", "saved")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megacompile.api.frontend import Compiled, Frontend
-from megacompile.blocks.policies import DifferentiatedTemplate
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.capture.batch import read_batch
 
 _PROCESSORS = 132  # of an H100

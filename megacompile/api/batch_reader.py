@@ -31,7 +31,7 @@ from megacompile.capture.padding import (
     pad_batch,
 )
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.graph.captured import OutputsFn, identity
+from megacompile.graph.forward_outputs import OutputsFn, identity
 
 _DOCUMENTS_MEET = (
     "position_ids start again within a row that has an attention_mask: the documents of a row see each "

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megacompile.api.frontend import Compiled
 from megacompile.blocks.block_functions import BlockFunction
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate, PolicyFunctions
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.hardware.machine import Machine, copies_beside
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Workload
 from megacompile.state.host_arena import trim_heap

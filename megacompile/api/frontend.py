@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.blocks.chunk_loops import CHUNKS, length_of
+from megacompile.blocks.chunk_roles import CHUNKS, length_of
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Partition, Template, partition
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate, why_whole
+from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
+from megacompile.blocks.whole_sequences import why_whole
 from megacompile.capture.batch import Batch
 from megacompile.capture.frozen_parts import frozen_part
 from megacompile.capture.loss_value import LossFn
@@ -30,9 +32,13 @@ from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, capture
 from megacompile.errors import CaptureError, MegacompileError, UntraceableError
 from megacompile.garbage_collection import without_garbage_collection
-from megacompile.graph.captured import Captured, OutputsFn, Prologue, written_buffers
-from megacompile.graph.fusion_rewriter import Fusions, fuse, read_switches
-from megacompile.graph.tile_rewriter import Cuts, Tiled, families, tables, tile
+from megacompile.graph.captured import Captured, Prologue
+from megacompile.graph.forward_outputs import OutputsFn
+from megacompile.graph.fusion_report import Fusions
+from megacompile.graph.fusion_rewriter import fuse, read_switches
+from megacompile.graph.node_storage import written_buffers
+from megacompile.graph.tile_cuts import Cuts, families, tables
+from megacompile.graph.tile_rewriter import Tiled, tile
 from megacompile.kernels._triton import Gpu
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.lowest_bytes import values_bytes

@@ -38,7 +38,7 @@ from megacompile.capture.padding import (
 )
 from megacompile.capture.rotary_frequencies import turning_lengths
 from megacompile.errors import CaptureError
-from megacompile.graph.captured import Returned, all_outputs
+from megacompile.graph.forward_outputs import Returned, all_outputs
 
 _COUNTS = (
     "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "

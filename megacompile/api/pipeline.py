@@ -22,7 +22,7 @@ from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
-from megacompile.graph.tile_rewriter import Cuts
+from megacompile.graph.tile_cuts import Cuts
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
 from megacompile.hardware.measured_step import Measured
 from megacompile.hardware.step_requests import step_requests

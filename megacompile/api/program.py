@@ -45,8 +45,8 @@ from megacompile.errors import (
     ProgramError,
     UntraceableError,
 )
-from megacompile.graph.captured import OutputsFn, all_outputs
-from megacompile.graph.fusion_rewriter import Fusions
+from megacompile.graph.forward_outputs import OutputsFn, all_outputs
+from megacompile.graph.fusion_report import Fusions
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.measured_step import align
 from megacompile.report.schedule import Schedule

@@ -12,7 +12,7 @@ from megacompile.api.rank_agreement import agreed_program
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
-from megacompile.graph.tile_rewriter import Cuts
+from megacompile.graph.tile_cuts import Cuts
 from megacompile.planner.min_feasible_budget import describe_peak
 from megacompile.runtime.executor import Runtime
 from megacompile.schedule.plan import Mode

@@ -19,8 +19,8 @@ from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.padding import pad_batch
 from megacompile.distributed.world import World
-from megacompile.graph.captured import OutputsFn
-from megacompile.graph.sequence_dimension import is_padded_right
+from megacompile.graph.forward_outputs import OutputsFn
+from megacompile.graph.right_padding import is_padded_right
 from megacompile.runtime.step_results import step_seed
 from megacompile.schedule.plan import Mode
 from megacompile.state.adam import Kernel, backend

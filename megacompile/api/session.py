@@ -39,7 +39,7 @@ from megacompile.capture.batch import Batch
 from megacompile.capture.changes_after_compile import Frozen
 from megacompile.capture.loss_cut import LossCut
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
-from megacompile.graph.captured import OutputsFn
+from megacompile.graph.forward_outputs import OutputsFn
 from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.call_context import exclusive, refuse_autocast, whole_step
 from megacompile.runtime.device import Device

@@ -12,7 +12,7 @@ import torch
 
 from megacompile.bench.kernel_bench import Row, shape_text
 from megacompile.bench.operations import OPERATIONS
-from megacompile.blocks.costs import Calls, KernelCall, total
+from megacompile.blocks.kernel_calls import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json
 from megacompile.kernels.operator_benchmark import Shape

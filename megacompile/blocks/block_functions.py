@@ -1,8 +1,12 @@
-"""Block functions: parts of a joint graph as functions that can be loaded, with their cost."""
+"""Block functions: one part of a joint graph as a function that can be loaded, and what it costs.
+
+In: the extracted graph of a forward, a recompute or a backward. Out: :class:`BlockFunction`. What it holds
+most is measured by running it on fake tensors under the meter that also measures real runs, or is known
+from its trace, which gives the same (:mod:`~megacompile.blocks.lifetimes`).
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,84 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks import inductor
 from megacompile.blocks.chunk_loops import looped_source
-from megacompile.blocks.codegen import function_source, held_bytes, load_functions
-from megacompile.blocks.costs import (
-    Calls,
-    attention_flops,
-    flops,
-    grouped,
-    is_heavy,
-    is_ours,
-    kernel_calls,
-    launches,
-    moved,
-)
+from megacompile.blocks.codegen import function_source, load_functions
+from megacompile.blocks.costs import attention_flops, flops, grouped, is_heavy, launches, moved
 from megacompile.blocks.cpu_products import float32_products
+from megacompile.blocks.inplace_reuse import reuse
 from megacompile.blocks.joint_graph import Ref
+from megacompile.blocks.kernel_calls import Calls, is_ours, kernel_calls
+from megacompile.blocks.lifetimes import held_bytes
 from megacompile.blocks.memory_meter import StorageMeter, tensors_of
-from megacompile.graph.captured import is_view, storage_nbytes, view_base
+from megacompile.graph.node_storage import storage_nbytes
 from megacompile.kernels._triton import Gpu, recording
-from megacompile.kernels.registry import called
-
-# ------------------------------------------------------------------------------------------------------------
-# Reuse: an operator writes its result over an argument that nothing reads again.
-#
-# In: the graph of one block function and the arguments that it owns. Out: the same graph, where operators
-# that have a twin which works in place call it. The traced graphs stay functional; this is the last thing
-# that happens to a function before it is printed. Invariant: a storage is written only if the function owns
-# it (it made it, or it was donated) and no later node reads any view of it.
-
-
-def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
-    """Rewrite ``graph``; ``owned`` are the placeholders whose storage it may overwrite."""
-    for node in list(graph.nodes):
-        call = called(node.target)
-        twin = None if call is None else call.part.twin
-        if twin is None or node.kwargs:
-            continue
-        if _may_write(graph, node, twin.over, owned):
-            places = [node.args[i] for i in twin.over]
-            with graph.inserting_before(node):
-                graph.call_function(twin.target, twin.arguments(node.args))
-            _replace(graph, node, places)
-
-
-def _may_write(graph: fx.Graph, node: fx.Node, over: tuple[int, ...], owned: set[fx.Node]) -> bool:
-    places: list[Any] = [node.args[i] for i in over]
-    roots = [view_base(p) for p in places]
-    if len(set(roots)) < len(roots) or any(r.op == "placeholder" and r not in owned for r in roots):
-        return False
-    values = node.meta["val"] if len(places) > 1 else (node.meta["val"],)
-    if [_layout(v) for v in values] != [_layout(p.meta["val"]) for p in places]:
-        return False
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    aliases = {n for n in graph.nodes if view_base(n) in roots}
-    users = {user for alias in aliases for user in alias.users if user not in aliases}
-    others = [a for i, a in enumerate(node.args) if i not in over]
-    return all(order[user] <= order[node] for user in users) and not any(a in aliases for a in others)
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, storage_nbytes(x)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, places: list[Any]) -> None:
-    if len(places) == 1:
-        node.replace_all_uses_with(places[0])
-    for user in list(node.users):
-        assert user.target is operator.getitem and not is_view(user)
-        user.replace_all_uses_with(places[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Block functions: one part of a joint graph as a function that can be loaded, and what it costs.
-#
-# In: the extracted graph of a forward, a recompute or a backward. Out: :class:`BlockFunction`. What it holds
-# most is measured by running it on fake tensors under the meter that also measures real runs, or is known
-# from its trace, which gives the same (:mod:`~megacompile.blocks.codegen`).
-
 
 Boxed = Callable[[list[Any]], list[Any]]
 """A function that takes one list, which it empties, and returns one."""
@@ -297,7 +233,7 @@ def _measure(
             results = run(arguments)
         end = meter.live
         places: dict[int, int] = {}
-        forms = tuple(_form(r, places) for r in results)
+        forms = tuple(_shape_and_dtype(r, places) for r in results)
         asked = None
         if gpu is not None:
             given = tuple((meter.number(r), r.nbytes) for r in results)
@@ -306,7 +242,7 @@ def _measure(
     return _Taken(max(0, meter.peak - start), end - start, forms, asked)
 
 
-def _form(result: Tensor, places: dict[int, int]) -> tuple[Any, ...]:
+def _shape_and_dtype(result: Tensor, places: dict[int, int]) -> tuple[Any, ...]:
     """Shape, strides, dtype, bytes of the storage, and which earlier result has the same one."""
     storage = result.untyped_storage()
     place = places.setdefault(storage._cdata, len(places))

@@ -1,11 +1,8 @@
-"""The cost of one node of a graph (FLOPs, bytes, launches), and the calls of our operators in a program."""
+"""What one node of a graph costs: floating-point operations, bytes moved, kernels launched on a GPU."""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +10,17 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megacompile.blocks.memory_meter import SORTED_FROM, tensors_of
+from megacompile.blocks.kernel_scratch import SORTED_FROM
+from megacompile.blocks.memory_meter import tensors_of
 from megacompile.capture.written_arguments import is_of_others
-from megacompile.graph.captured import is_view
+from megacompile.graph.node_storage import is_view
 from megacompile.graph.sequence_dimension import arguments
 from megacompile.kernels.registry import called
 from megacompile.kernels.sdpa import attention, attention_backward
 
-# ------------------------------------------------------------------------------------------------------------
-# What one node of a graph costs: floating-point operations, bytes moved, kernels launched on a GPU.
-
-
 aten = torch.ops.aten
 ATTENTION, _BACKWARD = attention._opoverload, attention_backward._opoverload
-_LAUNCHES = {  # of torch's operators, where not one; ``tests/simulated/test_blocks.py`` counts them
+_LAUNCHES_OF = {  # of torch's operators, where not one; ``tests/simulated/test_blocks.py`` counts them
     aten.constant_pad_nd.default: 2,
     aten.nll_loss_backward.default: 2,
     aten.slice_backward.default: 2,
@@ -67,13 +61,13 @@ def flat(value: Any) -> list[Any]:
     return [value]
 
 
-def _value(argument: Any) -> Tensor:
+def _traced_value(argument: Any) -> Tensor:
     """The tensor of an argument that is a node."""
     value: Tensor = argument.meta["val"]
     return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _traced_tensors(value: Any) -> list[Tensor]:
     return [v for v in flat(value) if isinstance(v, Tensor)]
 
 
@@ -116,7 +110,9 @@ def grouped(node: fx.Node, share: float = 1.0) -> tuple[int, int]:
 
 def _operands(node: fx.Node) -> list[Tensor]:
     """The tensors that a node reads, each once, and those that it returns."""
-    return _tensors([a.meta["val"] for a in node.all_input_nodes]) + _tensors(node.meta.get("val"))
+    return _traced_tensors([a.meta["val"] for a in node.all_input_nodes]) + _traced_tensors(
+        node.meta.get("val")
+    )
 
 
 def moved(node: fx.Node) -> int:
@@ -139,12 +135,12 @@ def launches(node: fx.Node) -> int:
     if target._schema.name.removeprefix("aten::") in _EMPTY:
         return 0
     if target is aten.embedding_dense_backward.default:
-        return _SORTING if _value(node.args[1]).numel() >= SORTED_FROM else 2
+        return _SORTING if _traced_value(node.args[1]).numel() >= SORTED_FROM else 2
     if (name := target._schema.name) in _GROUPED and target.namespace != "aten":
-        return _GROUPED[name] * (1 + len(_value(node.args[1])))
+        return _GROUPED[name] * (1 + len(_traced_value(node.args[1])))
     call = called(target)
     if call is None:
-        return _LAUNCHES.get(target, 1)
+        return _LAUNCHES_OF.get(target, 1)
     if callable(call.part.launches):
         return call.part.launches(values(node))
     rows = call.spec.along == "rows"
@@ -182,74 +178,3 @@ def _has_rows(x: Tensor) -> bool:
     except (RuntimeError, ValueError):  # of real tensors, of fake ones
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Which of our operators a program calls, on which shapes, how often per step, and what they do.
-#
-# In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump writes
-# beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
-
-
-@dataclass(frozen=True, order=True)
-class KernelCall:
-    """One operator on tensors of these shapes; ``dtype`` is that of the largest one, ``constants`` are
-    its other arguments, as text.
-
-    ``variant`` says in the words of the ahead-of-time gate's cases what its speed depends on: sizes, an
-    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of
-    recurrences the floating-point operations of products; 0 where no kernel of ours runs them.
-    """
-
-    op: str
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    constants: tuple[str, ...]
-    variant: str = ""
-    work: int = 0
-
-
-Calls = tuple[tuple[KernelCall, int], ...]
-
-
-def kernel_calls(graph: fx.Graph) -> Calls:
-    """The calls of our operators in a graph whose nodes carry their values."""
-    return total([(_call(node), 1) for node in graph.nodes if is_ours(node)])
-
-
-def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
-    """Equal calls added up, in a fixed order."""
-    counts: Counter[KernelCall] = Counter()
-    for call, count in calls:
-        counts[call] += count
-    return tuple(sorted(counts.items()))
-
-
-def is_ours(node: fx.Node) -> bool:
-    """Return whether a node calls one of our operators."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacompile"
-
-
-def _call(node: fx.Node) -> KernelCall:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    tensors = [a.meta["val"] for a in flat(node.args) if isinstance(a, fx.Node)]
-    tensors = [t for t in tensors if isinstance(t, Tensor)]
-    floats = [t for t in tensors if t.is_floating_point()]
-    dtype = max(floats or tensors, key=Tensor.numel).dtype
-    constants = [repr(a) for a in node.args if not isinstance(a, fx.Node)]
-    return KernelCall(
-        node.target._schema.name.removeprefix("megacompile::"),
-        str(dtype).removeprefix("torch."),
-        tuple(tuple(t.shape) for t in tensors),
-        tuple(constants),
-        *_variant_and_work(node),
-    )
-
-
-def _variant_and_work(node: fx.Node) -> tuple[str, int]:
-    call = called(node.target)
-    assert call is not None
-    given = values(node)
-    if call.spec.runs_kernels is None:
-        return call.spec.variant(given), moved(node)
-    return call.spec.variant(given), flops(node) if call.spec.runs_kernels(given) else 0

@@ -4,6 +4,10 @@ In: calls of operators inside of :func:`float32_products`. Out: their results; n
 On a CPU without bf16 instructions torch falls back to plain loops, about 50 times slower than a float32
 product. Copies in float32 are made piece by piece inside of a call, so they are scratch of a library's, which
 the budget of the CPU backend leaves out. On a CPU with such products nothing is entered.
+
+In products of matrices each element of a result is one sum in float32; only rows and columns are cut.
+Attention is computed some heads at a time, convolutions whole: their kernels take less in float32 than their
+loops do.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        run, kwargs = _PRODUCTS.get(func), kwargs or {}
+        run, kwargs = _IN_FLOAT32.get(func), kwargs or {}
         if run is not None and _is_narrow(args[0]) and _is_narrow(args[1]):
             return run(*args, **kwargs)
-        parts = _parts(func)
+        parts = _body_of(func)
         if parts is None or any(isinstance(a, FakeTensor) for a in args):
             return func(*args, **kwargs)
         with self:
@@ -55,7 +59,7 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _parts(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def _body_of(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """Return the function of an operator that calls others through torch, which a mode can see: the body of
     one in Python, and torch's composites, such as matmul inside of such a body; None for all others."""
     definition = OPDEFS.get(func._schema.name)
@@ -87,10 +91,6 @@ def _narrow(value: Any) -> Any:
 
 def _pieces(length: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, length, max(1, size)))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Products of matrices. Each element of a result is one sum in float32; only rows and columns are cut.
 
 
 def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor, beta: Any, alpha: Any) -> Tensor:
@@ -178,10 +178,6 @@ def _grouped_mm(
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Attention, some heads at a time, and convolutions, whose kernels take less in float32 than their loops do.
-
-
 def _heads(q: Tensor) -> Iterator[slice]:
     return _pieces(q.shape[1], max(1, _PIECE // max(1, q[:, :1].numel())))
 
@@ -224,7 +220,7 @@ def _whole(func: Any) -> Callable[..., Any]:
     return run
 
 
-_PRODUCTS: dict[Any, Callable[..., Any]] = {
+_IN_FLOAT32: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.mm.out: _mm,
     aten.addmm.default: _addmm,

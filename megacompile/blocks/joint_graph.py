@@ -1,9 +1,12 @@
-"""The joint graph of a template: forward and backward in one graph, its parts, and what is saved between."""
+"""The joint graph: a template's forward and backward traced as one functional graph, and parts of it.
+
+The gradient rules are those of eager PyTorch. Invariant: no operator writes in place, and nothing is a
+constant of the trace. :class:`Joint` is the graph with the roles of its nodes.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -13,94 +16,16 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.blocks.costs import ATTENTION, flat, is_heavy
+from megacompile.blocks.costs import flat, is_heavy
 from megacompile.blocks.memory_meter import is_oversized
 from megacompile.blocks.partition import Template
+from megacompile.blocks.permuted_gradients import gather_permuted
 from megacompile.capture.own_gradients import hand_on
 from megacompile.capture.patches import graphs_alone
 from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import CaptureError
-from megacompile.graph.captured import BATCH_NORM, is_view, reached, storage_nbytes
-from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, value
-
-# ------------------------------------------------------------------------------------------------------------
-# Gradients of rows that were put into another order: gathered, where torch scatters them into zeros.
-#
-# A mixture of experts sorts rows by expert and takes the results back by ``inverse``, with ``inverse[order] =
-# arange(n)``. The gradient of ``y[inverse]`` is ``grad[order]``; torch's rule adds ``grad`` at ``inverse`` to
-# zeros, which on a GPU sorts the indices too. Invariant: equal values, but that zeros keep their sign.
-
-
-_FRESH = (aten.new_zeros.default, aten.zeros.default)
-_VIEWS = (aten._unsafe_view.default, aten.view.default, aten.reshape.default)
-
-
-def gather_permuted(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replace each sum into zeros at all places of a permutation, in place."""
-    changed = False
-    for node in list(graph.nodes):
-        order = _scattered_back(node)
-        if order is None:
-            continue
-        rows = operands(node)[2]
-        with graph.inserting_before(node):
-            emit = Emitter(graph, node, lambda: mode)
-            repeated = _repeated(rows)
-            if repeated is not None:
-                rows, times = repeated
-                order = emit.call(aten.floor_divide.default, order, times)
-            found = emit.call(aten.index.Tensor, rows, [order])
-        node.replace_all_uses_with(found)
-        changed = True
-    if changed:
-        graph.eliminate_dead_code()
-
-
-def _scattered_back(node: fx.Node) -> fx.Node | None:
-    """The order whose inverse tells where ``zeros.index_put([inverse], rows, accumulate=True)`` puts rows."""
-    if not is_call(node, aten.index_put.default) or operands(node)[3:] != (True,):
-        return None
-    zeros, places, rows = operands(node)[:3]
-    if not is_call(zeros, *_FRESH) or len(places) != 1 or value(zeros).shape != value(rows).shape:
-        return None
-    return _inverted(places[0])
-
-
-def _inverted(places: Any) -> fx.Node | None:
-    """The order of a sorted vector of which ``places`` are the inverse."""
-    if not is_call(places, aten.index_put.default) or operands(places)[3:] not in ((), (False,)):
-        return None
-    _, indices, numbers = operands(places)[:3]
-    order = indices[0] if len(indices) == 1 else None
-    if not is_call(order, operator.getitem) or operands(order)[1] != 1:
-        return None
-    if not is_call(operands(order)[0], aten.sort.default, aten.sort.stable) or value(order).ndim != 1:
-        return None
-    counts = is_call(numbers, aten.arange.default) and operands(numbers) == (len(value(order)),)
-    return order if counts and value(places).shape == value(order).shape else None
-
-
-def _repeated(rows: fx.Node) -> tuple[fx.Node, int] | None:
-    """(x, n) of a copy [T n, H] of x [T, H] in which each row stands n times, one after the other."""
-    if not is_call(rows, *_VIEWS) or not is_call(copy := operands(rows)[0], aten.clone.default):
-        return None
-    if not is_call(wide := operands(copy)[0], aten.expand.default):
-        return None
-    column = operands(wide)[0]
-    if not is_call(column, aten.unsqueeze.default) or operands(column)[1] != 1:
-        return None
-    x = operands(column)[0]
-    if value(x).ndim != 2 or value(rows).shape != (value(wide).shape[:2].numel(), value(x).shape[1]):
-        return None
-    return x, value(wide).shape[1]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The joint graph: a template's forward and backward traced as one functional graph, and parts of it.
-#
-# The gradient rules are those of eager PyTorch. Invariant: no operator writes in place, and nothing is a
-# constant of the trace.
-
+from megacompile.graph.node_storage import BATCH_NORM, reached, storage_nbytes
+from megacompile.graph.pattern_tools import aten
 
 RefKind = Literal["in", "out", "saved", "grad"]
 Ref = tuple[RefKind, int]
@@ -257,14 +182,6 @@ def _needed(results: list[fx.Node], given: dict[fx.Node, Ref]) -> set[fx.Node]:
     return reached(results, lambda node: [] if node in given else node.all_input_nodes)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Saved sets: which forward tensors a backward starts from.
-#
-# In: a template's joint graph. Out: :class:`Joint`, the graph with the roles of its nodes, and saved sets.
-# Invariants: weights and what is computed from weights alone are never saved, and views are never saved
-# (their base is).
-
-
 @dataclass(frozen=True)
 class Joint:
     """A joint graph: its outputs, gradients of its inputs (None where there is none), and names.
@@ -283,14 +200,14 @@ class Joint:
     written: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
-_KEPT: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
+_JOINTS: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
 
 
 def joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     """Trace a template's forward and backward and tell its nodes apart; made once while a template lives."""
-    if template not in _KEPT:
-        _KEPT[template] = _joint_of(template, mode)
-    return _KEPT[template]
+    if template not in _JOINTS:
+        _JOINTS[template] = _joint_of(template, mode)
+    return _JOINTS[template]
 
 
 def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
@@ -319,48 +236,3 @@ def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
         if any(a in found for a in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def keeps_all(_: fx.Node) -> bool:
-    """Return whether a saved set holds whatever the backward reads."""
-    return True
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Return whether a node is a result of attention, or attention itself."""
-    if node.target is operator.getitem:
-        return is_attention(node.args[0])  # type: ignore[arg-type]
-    return node.target is ATTENTION
-
-
-def saved_set(joint: Joint, keeps: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Forward tensors that the backward starts from, in the order of the forward.
-
-    Inputs and outputs count as given. Results of operators that ``keeps`` names are kept; what is derived
-    from them is derived again.
-    """
-    saved: set[fx.Node] = set()
-
-    def onward(node: fx.Node) -> list[fx.Node]:
-        if node in joint.refs:
-            return []
-        passes_on = is_view(node) or node in joint.static or _is_tuple(node)
-        if passes_on or (node.all_input_nodes and not keeps(node)):
-            return node.all_input_nodes
-        saved.add(node)
-        return []
-
-    reached(_read_by_backward(joint), onward)
-    return [n for n in joint.graph.nodes if n in saved]
-
-
-def _read_by_backward(joint: Joint) -> list[fx.Node]:
-    """The forward nodes that the backward reads, and gradients that no output's gradient changes."""
-    nodes = [n for n in joint.graph.nodes if n in joint.backward and n.op != "output"]
-    reads = [a for node in nodes for a in node.all_input_nodes]
-    reads += [grad for grad in joint.grads if grad is not None]
-    return [node for node in reads if node not in joint.backward]
-
-
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (list, tuple))

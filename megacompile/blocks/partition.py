@@ -21,18 +21,9 @@ from torch import Tensor, fx
 
 from megacompile.capture.changed_buffers import SNAPSHOT
 from megacompile.capture.random_draws import site_of
-from megacompile.graph.captured import (
-    SHARE,
-    WRITE,
-    Captured,
-    Rows,
-    cut,
-    given_gradients,
-    is_view,
-    results_of,
-    storage_nbytes,
-    view_base,
-)
+from megacompile.graph.block_cuts import SHARE, cut
+from megacompile.graph.captured import Captured, Rows, given_gradients, results_of
+from megacompile.graph.node_storage import WRITE, is_view, storage_nbytes, view_base
 from megacompile.printable import printable
 
 InputKind = Literal["weight", "buffer", "value", "rng"]
@@ -195,7 +186,7 @@ class _Builder:
         kinds = tuple(i.kind for i in inputs)
         grads = tuple(self._needs_grad(i) for i in inputs)
         reached = tuple(node in self.reached for node in self.crossing[index])
-        digest = _digest(graph, kinds, (*grads, *reached), writes)
+        digest = _block_digest(graph, kinds, (*grads, *reached), writes)
         template = self.templates.get(digest)
         if template is None:
             template = self._template(name, graph, kinds, grads, reached, digest, writes)
@@ -313,7 +304,7 @@ def _relative_site(node: fx.Node, first: list[int]) -> None:
         node.update_arg(places[1], number - first[0])
 
 
-def _digest(
+def _block_digest(
     graph: fx.Graph, kinds: tuple[InputKind, ...], grads: tuple[bool, ...], writes: tuple[int, ...]
 ) -> str:
     """Canonical hash of a block: equal digests mean equal computation on equal kinds of inputs."""

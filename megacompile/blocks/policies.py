@@ -1,212 +1,45 @@
-"""Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy."""
+"""Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy.
+
+In: a :class:`~megacompile.blocks.partition.Template`. Out: :class:`DifferentiatedTemplate`. The joint graph
+of forward and backward is traced once with the gradient rules that eager PyTorch uses; a checkpoint policy
+is a choice of the forward tensors that are kept for the backward (the saved set). Invariant: every function
+is functional, but for memory that it owns.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks.block_functions import BlockFunction, block_function, fused
-from megacompile.blocks.chunk_loops import fitting_chunk, length_of, two_lengths
+from megacompile.blocks.chunk_roles import fitting_chunk, length_of, two_lengths
 from megacompile.blocks.codegen import identifier
-from megacompile.blocks.costs import ATTENTION, is_heavy
-from megacompile.blocks.joint_graph import (
-    Joint,
-    Ref,
-    extract,
-    is_attention,
-    joint_of,
-    keeps_all,
-    saved_set,
-    without_statistics,
+from megacompile.blocks.costs import is_heavy
+from megacompile.blocks.differentiated_template import (
+    CHECKPOINT_POLICIES,
+    DifferentiatedTemplate,
+    PolicyFunctions,
+    PolicyName,
 )
+from megacompile.blocks.joint_graph import Joint, Ref, extract, joint_of, without_statistics
+from megacompile.blocks.loop_check import disagreement
 from megacompile.blocks.partition import Template
+from megacompile.blocks.saved_sets import is_attention, keeps_all, saved_set
+from megacompile.blocks.whole_sequences import NO_PRODUCT
 from megacompile.capture.changed_buffers import SNAPSHOT
-from megacompile.graph.captured import WRITE, storage_nbytes, view_base
+from megacompile.graph.node_storage import WRITE, storage_nbytes, view_base
 from megacompile.kernels._triton import Gpu
 
-# ------------------------------------------------------------------------------------------------------------
-# The numerical check of loops: a template's functions over chunks beside the whole ones, on random numbers.
-#
-# Both are made of one joint graph at a short length. Forward, recompute and backward of each checkpoint
-# policy run on equal inputs; a backward is given what the whole forward saved.
-
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of a result's scale, by the lowest precision among the template's inputs."""
-IGNORED = -100  # labels, every fifth
-_SMALL = 1e-2
-"""Of a function's largest result. Smaller ones may be sums of terms that cancel; their rounding does not."""
-_CPU = torch.device("cpu")
-
-
-def disagreement(
-    template: Template, whole: DifferentiatedTemplate, looped: DifferentiatedTemplate
-) -> str | None:
-    """Name the function whose loops do not compute what the whole one does; None where all do."""
-    inputs = _random_inputs(template)
-    floats = [e.dtype for e in template.examples if e.is_floating_point()]
-    allowed = max((TOLERANCE[d] for d in floats), default=0.0)
-    for name, policy in whole.policies.items():
-        known: dict[Ref, Tensor] = {("in", i): x for i, x in enumerate(inputs)}
-        pairs = [
-            (policy.forward, looped.policies[name].forward),
-            (policy.recompute, looped.policies[name].recompute),
-            (policy.backward, looped.policies[name].backward),
-        ]
-        for function, other in pairs:
-            if function is None or other is None:
-                continue
-            if function is policy.backward:
-                known |= _random_gradients(function, known)
-            results, others = _run(function, known), _run(other, known)
-            least = _SMALL * max((_largest(x) for x in results), default=0.0)
-            for ref, a, b in zip(function.outputs, results, others, strict=True):
-                if why := _differ(a, b, allowed, least):
-                    return f"{function.name}: {ref[0]} {ref[1]} {why}"
-            if function is not policy.backward:
-                known |= dict(zip(function.outputs, results, strict=True))
-    return None
-
-
-def _run(function: BlockFunction, known: dict[Ref, Tensor]) -> list[Tensor]:
-    """The function on copies of what it is given to keep, which it may write over."""
-    donated = ("saved", "grad")
-    given = [known[r].clone() if r[0] in donated else known[r] for r in function.inputs]
-    with function.products():
-        return function.load(_CPU)(given)
-
-
-def _largest(x: Tensor) -> float:
-    """Return the largest of the elements that are finite: those of a mask may not be."""
-    finite = x[x.isfinite()] if x.is_floating_point() else x.new_empty(0)
-    return float(finite.abs().amax()) if finite.numel() else 0.0
-
-
-def _differ(a: Tensor, b: Tensor, allowed: float, least: float) -> str | None:
-    """Describe how two results differ, in parts of their scale: of the largest element, or of ``least``."""
-    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
-        return f"is {b.dtype}{list(b.shape)}, not {a.dtype}{list(a.shape)}"
-    if not a.is_floating_point():
-        return None if torch.equal(a, b) else "differs"
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    scale = max(_largest(a), least) or 1.0
-    apart = (a.to(wide) - b.to(wide)).abs().masked_fill(a == b, 0.0)
-    distance = float(apart.amax()) / scale if a.numel() else 0.0
-    return None if distance <= allowed else f"is off by {distance:.1e} of scale, allowed are {allowed:.0e}"
-
-
-def _random_inputs(template: Template) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = any(n.target is torch.ops.aten.nll_loss_forward.default for n in template.graph.nodes)
-    given = [n for n in template.graph.nodes if n.op == "placeholder"]
-    made = [_random(e, k, labels, generator) for e, k in zip(template.examples, template.kinds, strict=True)]
-    for node, value in zip(given, made, strict=True):
-        if value.dtype == torch.int32 and any("attention" in str(user.target) for user in node.users):
-            value[0], value[1] = 0, value.shape[-1]  # the keys that a packed token sees: all
-    return made
-
-
-def _random(example: Tensor, kind: str, labels: bool, generator: torch.Generator) -> Tensor:
-    """Weights of a size that keeps activations near 1; small labels and ids."""
-    made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-    if not (example.is_floating_point() or example.is_complex()):
-        made.random_(0, 2, generator=generator)
-        if made.dim():
-            made[..., :1] = 1  # of a mask: a position that sees no key would give no number
-        if labels and kind == "value":
-            made.flatten()[::5] = IGNORED
-        return made
-    made.normal_(generator=generator)
-    if kind == "weight":
-        made.mul_(example.shape[-1] ** -0.5 if example.dim() > 1 else 0.1).add_(float(example.dim() == 1))
-    return made
-
-
-def _random_gradients(function: BlockFunction, known: dict[Ref, Tensor]) -> dict[Ref, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    wanted = [ref for ref in function.inputs if ref[0] == "grad"]
-    return {("grad", k): torch.empty_like(known["out", k]).normal_(generator=generator) for _, k in wanted}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Differentiate: each template becomes forward, recompute and backward functions per checkpoint policy.
-#
-# In: a :class:`~megacompile.blocks.partition.Template`. Out: :class:`DifferentiatedTemplate`. The joint graph
-# of forward and backward is traced once with the gradient rules that eager PyTorch uses; a checkpoint policy
-# is a choice of the forward tensors that are kept for the backward (the saved set). Invariant: every function
-# is functional, but for memory that it owns.
-
-
-PolicyName = Literal["all", "some", "attention", "none", "least"]
-CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "attention", "none", "least")
-"""Keep every tensor that the backward reads; keep the results of products and attention and derive
-the rest again; keep those of attention alone; keep nothing and recompute the first set, or the second, before
-the backward."""
 _SHORT, _SHORT_CHUNK = (24, 26), 7  # lengths at which loops are checked, and their chunks there
-NO_PRODUCT = "no product acts on positions alone"
-"""Why a block of little work has no loops."""
 _LARGE_SHARE = 8  # attention is kept alone where it is at least one of so many FLOPs of a forward
-
-
-@dataclass(frozen=True)
-class PolicyFunctions:
-    """A saved set: what forward keeps, and the functions that belong to it.
-
-    ``recompute`` is None where forward itself keeps the saved set. ``saved`` holds the bytes of each
-    saved tensor.
-    """
-
-    name: PolicyName
-    forward: BlockFunction
-    recompute: BlockFunction | None
-    backward: BlockFunction | None
-    saved: tuple[int, ...]
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(self.saved)
-
-
-@dataclass(frozen=True)
-class DifferentiatedTemplate:
-    """A template's functions by checkpoint policy; ``forward`` alone serves evaluation.
-
-    ``loops``: positions of its sequence and those of a chunk, where functions run chunk by chunk;
-    ``not_looped``: why none does, where that was asked for.
-    """
-
-    index: int
-    name: str
-    forward: BlockFunction
-    policies: dict[PolicyName, PolicyFunctions]
-    loops: tuple[int, int] | None = None
-    not_looped: str | None = None
-
-    def functions(self) -> Iterable[BlockFunction]:
-        """Each function once."""
-        every = [f for o in self.policies.values() for f in (o.forward, o.recompute, o.backward)]
-        return {f.name: f for f in [*every, self.forward] if f is not None}.values()
-
-    def with_functions(self, functions: dict[str, BlockFunction]) -> DifferentiatedTemplate:
-        """The same with other functions of the same names."""
-
-        def other(function: BlockFunction | None) -> BlockFunction | None:
-            return function and functions[function.name]
-
-        policies = {
-            name: replace(policy, forward=functions[policy.forward.name], recompute=other(policy.recompute),
-                          backward=other(policy.backward))
-            for name, policy in self.policies.items()
-        }  # fmt: skip
-        return replace(self, forward=functions[self.forward.name], policies=policies)
 
 
 def differentiate(
@@ -308,7 +141,7 @@ class _Cutter:
             everything = saved_set(self.joint, keeps_all)
             something = saved_set(self.joint, is_heavy)
             policies["all"] = self._with_saved("all", prefix, everything, forward)
-            if sum(_bytes(something)) < sum(_bytes(everything)):
+            if sum(_saved_bytes(something)) < sum(_saved_bytes(everything)):
                 policies["some"] = self._with_saved("some", prefix, something, forward)
             if forward.attention_flops[0] * _LARGE_SHARE >= forward.flops > 0:
                 attention = saved_set(self.joint, is_attention)
@@ -356,7 +189,7 @@ class _Cutter:
         results = _numbered("out", self.joint.outs) + _numbered("saved", saved)
         forward = self._function(f"{prefix}_forward_save_{name}", results, ()) if saved else plain
         backward = self._backward(f"{prefix}_backward_from_{name}", saved)
-        return PolicyFunctions(name, forward, None, backward, _bytes(saved))
+        return PolicyFunctions(name, forward, None, backward, _saved_bytes(saved))
 
     def _recomputed(
         self,
@@ -423,54 +256,9 @@ class _Cutter:
         return {n for n in graph.nodes if n.op == "placeholder" and n.name in names}
 
 
-def _bytes(nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+def _saved_bytes(nodes: Iterable[fx.Node]) -> tuple[int, ...]:
     return tuple(storage_nbytes(node.meta["val"]) for node in nodes)
 
 
 def _numbered(kind: Literal["out", "saved"], nodes: Sequence[fx.Node]) -> list[tuple[Ref, fx.Node]]:
     return [((kind, k), node) for k, node in enumerate(nodes)]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# What of long sequences stays whole, where a step does not fit: one sentence for the error that says so.
-#
-# In: a batch's tensors, and its templates as they were differentiated for chunks of a sequence.
-
-
-_BIAS, _DROPOUT = 3, 10  # places among attention's arguments
-
-
-def why_whole(
-    batch: Iterable[Tensor],
-    templates: Sequence[Template],
-    made: Sequence[DifferentiatedTemplate],
-    length: int,
-) -> str | None:
-    """Say why sequences of more positions than ``length`` are not all in chunks, and what helps; None where
-    they are, or are no longer than that."""
-    counted = [x.shape for x in batch if x.dim() > 1 and not x.is_floating_point()]  # tokens, labels
-    if any(shape[0] > 1 and shape[1] > length for shape in counted):
-        return "Blocks stay whole: a batch of several sequences; give micro-batches of one."
-    calls = [n for t in templates for n in t.graph.nodes if n.target is ATTENTION]
-    if any(_has_mask(call, length) for call in calls):
-        return (
-            "Attention's mask of tokens × tokens stays whole: give sequences without padding at their left, "
-            "or documents by position_ids."
-        )
-    if any(_drops(call, length) for call in calls):
-        return "Attention stays whole, with its tokens × tokens: dropout acts in it; set that to 0."
-    reasons = ((t.name, t.not_looped) for t in made if t.not_looped not in (None, NO_PRODUCT))
-    return next((f"The block {name} stays whole: {reason}." for name, reason in reasons), None)
-
-
-def _has_mask(call: fx.Node, length: int) -> bool:
-    """Return whether attention is given something for each of more than ``length`` queries and each key."""
-    bias = call.args[_BIAS]
-    return isinstance(bias, fx.Node) and bias.meta["val"].shape[-2:-1] > (length,)
-
-
-def _drops(call: fx.Node, length: int) -> bool:
-    """Return whether attention of more than ``length`` queries has a dropout."""
-    queries, probability = call.args[0], call.args[_DROPOUT]
-    assert isinstance(queries, fx.Node) and isinstance(probability, float)
-    return probability > 0 and queries.meta["val"].shape[2] > length

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megacompile.blocks.block_functions import BlockFunction
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
-from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.printable import printable
 from megacompile.schedule.workload import (
     BlockWork,
@@ -184,12 +184,14 @@ def assemble(
         outside=outside,
         loops=max((t.loops for t in templates if t.loops), default=(0, 0), key=lambda loops: loops[1]),
         replicas=replicas,
-        changes=_changes(part, templates),
+        changes=_changed_buffer_users(part, templates),
     )
     return Assembly(groups, places, work)
 
 
-def _changes(part: Partition, templates: tuple[DifferentiatedTemplate, ...]) -> tuple[tuple[int, ...], ...]:
+def _changed_buffer_users(
+    part: Partition, templates: tuple[DifferentiatedTemplate, ...]
+) -> tuple[tuple[int, ...], ...]:
     """For buffers that forwards change, the blocks that use them; those of the same blocks are one."""
     users: dict[str, list[int]] = {name: [] for name in part.changed}
     for block in part.blocks if users else ():
@@ -345,9 +347,9 @@ def _block_work(
     policies = [
         CheckpointPolicy(
             name=policy.name,
-            forward=_call(block, policy.forward, owner),
-            recompute=_call(block, policy.recompute, owner) if policy.recompute else None,
-            backward=_call(block, policy.backward, owner) if policy.backward else None,
+            forward=_block_call(block, policy.forward, owner),
+            recompute=_block_call(block, policy.recompute, owner) if policy.recompute else None,
+            backward=_block_call(block, policy.backward, owner) if policy.backward else None,
             saved_bytes=policy.saved_bytes,
         )
         for policy in template.policies.values()
@@ -363,7 +365,7 @@ def _block_work(
     )
 
 
-def _call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
+def _block_call(block: Block, function: BlockFunction, owner: dict[str, int]) -> Call:
     reads, groups = dict[int, None](), dict[int, None]()
     for kind, i in function.inputs:
         if kind == "out":

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.fingerprint import ModelSettings, model_settings
 from megacompile.capture.loss_value import divide
 from megacompile.errors import MegacompileError
-from megacompile.graph.captured import OutputsFn
-from megacompile.graph.sequence_dimension import is_padded_right
+from megacompile.graph.forward_outputs import OutputsFn
+from megacompile.graph.right_padding import is_padded_right
 
 _NOWHERE = "nowhere"
 _MISSPELT = 0.8  # how alike a key is to the name that was meant

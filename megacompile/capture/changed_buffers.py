@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from megacompile.errors import CaptureError
-from megacompile.graph.captured import BATCH_NORM, WRITE, reached, results_of, strip
+from megacompile.graph.captured import results_of, strip
+from megacompile.graph.node_storage import BATCH_NORM, WRITE, reached
 from megacompile.kernels.registry import OpSpec, declare
 
 _STATISTICS = slice(3, 5)  # places of running statistics among a batch norm's arguments, and its results

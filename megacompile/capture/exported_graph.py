@@ -8,7 +8,8 @@ from torch._ops import HigherOrderOperator
 
 from megacompile.capture.refused_calls import FLEX
 from megacompile.errors import CaptureError, UntraceableError
-from megacompile.graph.captured import WRITE, module_path
+from megacompile.graph.captured import module_path
+from megacompile.graph.node_storage import WRITE
 
 aten = torch.ops.aten
 _OURS = "megacompile"

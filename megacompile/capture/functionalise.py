@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.exported_graph import CHECKS
 from megacompile.capture.repeated_layers import LAYER, LayersDifferError
 from megacompile.errors import CaptureError
-from megacompile.graph.captured import is_view, reached
+from megacompile.graph.node_storage import is_view, reached
 
 aten = torch.ops.aten
 _SELF = {aten.to, aten.contiguous, aten.type_as}

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.capture.loss_value import apply_loss, divide
 from megacompile.capture.padding import IGNORED, own_entries, pad_batch
-from megacompile.graph.captured import Returned, split
+from megacompile.graph.forward_outputs import Returned, split
 
 _SHORT, _LONG = (3, 5), 8
 _ROUNDING = 1e-5  # of sums in FP32 over so few positions

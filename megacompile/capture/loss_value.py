@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.graph.captured import OutputsFn, all_outputs
+from megacompile.graph.forward_outputs import OutputsFn, all_outputs
 
 LossFn = Callable[..., Tensor]
 CALLED = "loss_fn was called with"  # how a note begins on what a loss_fn raised

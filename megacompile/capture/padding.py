@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import Batch, is_transformers
 from megacompile.capture.loss_value import divide
-from megacompile.graph.captured import Captured, module_stack, results_of, written_buffers
-from megacompile.graph.sequence_dimension import masked, mixes
+from megacompile.graph.captured import Captured, module_stack, results_of
+from megacompile.graph.node_storage import written_buffers
+from megacompile.graph.position_mixing import masked, mixes
 
 Function = Callable[..., Any]  # of what the forward returned and the batch: the loss, or outputs
 IGNORED = -100  # the label of what no loss counts

@@ -45,19 +45,17 @@ from megacompile.capture.side_effects import Effects, refuse_constants, refuse_o
 from megacompile.capture.untraceable import untraceable
 from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import BudgetError, CaptureError
-from megacompile.graph.captured import (
-    Captured,
+from megacompile.graph.captured import Captured, given_gradients, strip
+from megacompile.graph.forward_outputs import (
     OutputsFn,
     Returned,
     Structure,
     all_outputs,
     copy_results,
-    given_gradients,
     returned,
     split,
-    strip,
 )
-from megacompile.graph.sequence_dimension import reads_no_padding
+from megacompile.graph.right_padding import reads_no_padding
 
 aten = torch.ops.aten
 

@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.bench.operations import OPERATIONS, inputs_of
 from megacompile.bench.program_targets import operation_of
-from megacompile.blocks.costs import Calls, KernelCall, flops, moved
+from megacompile.blocks.costs import flops, moved
+from megacompile.blocks.kernel_calls import Calls, KernelCall
 from megacompile.hardware.kernel_ceilings import kernel_seconds
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.operator_benchmark import Shape

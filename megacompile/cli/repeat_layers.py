@@ -25,7 +25,7 @@ from megacompile.blocks.policies import differentiate
 from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.cli.models import Model, build, optimizer_of
-from megacompile.graph.tile_rewriter import Cuts
+from megacompile.graph.tile_cuts import Cuts
 from megacompile.kernels._triton import Gpu
 from megacompile.planner.device_state_fill import with_state
 from megacompile.planner.tiling import TilingCandidate

@@ -1,8 +1,11 @@
-"""Fusion patterns of a head: its cross-entropy, and products of which few positions are read."""
+"""Pattern of the fuse stage: a linear head and the cross-entropy of what it returns.
+
+Found backwards from ``aten.cross_entropy_loss``: views and casts up to a softcap, then the linear layer.
+The replacement never holds the logits; the mean over labels that count stays ordinary torch.
+"""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.graph.pattern_tools import (
     Emitter,
@@ -27,15 +29,8 @@ from megacompile.graph.pattern_tools import (
 )
 from megacompile.kernels.linear_cross_entropy import WORKSPACE
 
-# ------------------------------------------------------------------------------------------------------------
-# Pattern of the fuse stage: a linear head and the cross-entropy of what it returns.
-#
-# Found backwards from ``aten.cross_entropy_loss``: views and casts up to a softcap, then the linear layer.
-# The replacement never holds the logits; the mean over labels that count stays ordinary torch.
-
-
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_COPIES = (aten.alias.default, aten.clone.default)
+_HEAD_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_HEAD_COPIES = (aten.alias.default, aten.clone.default)
 _MEAN, _SUM = 1, 2
 Slice = tuple[int, int, int]
 """(dimension, start, end) of leading positions whose logits the loss reads."""
@@ -102,12 +97,15 @@ def _chain(
     while not is_call(node, aten.linear.default):
         inside.add(node)
         capped = _softcap(node)
-        if is_call(node, *_VIEWS) and value(node).shape[-1] == value(operands(node)[0]).shape[-1] == width:
+        if (
+            is_call(node, *_HEAD_VIEWS)
+            and value(node).shape[-1] == value(operands(node)[0]).shape[-1] == width
+        ):
             if value(node).ndim != 2:
                 raise NearMissError(f"the logits are viewed as {list(value(node).shape)} before the loss")
             views.append(node)
             node = operands(node)[0]
-        elif is_cast(node) or is_call(node, *_COPIES):
+        elif is_cast(node) or is_call(node, *_HEAD_COPIES):
             node = operands(node)[0]
         elif (part := _positions(node)) is not None:
             slices.append(part)
@@ -181,53 +179,3 @@ def workspace_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 PATTERNS: dict[str, Pattern] = {"linear_cross_entropy": linear_cross_entropy}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Narrow: of a product of which only ranges of positions are read, only these are computed.
-#
-# ``linear(hidden)[:, a:b]`` becomes ``linear(hidden[:, a:b])``, so that no more logits are alive at a time
-# than who reads them in parts asks for. Done where no gradient comes back, as it would be summed in parts,
-# and where the ranges hold no more positions than the whole.
-
-
-def narrow(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Move slices of leading dimensions in front of the linear layers and detaches that they are taken of."""
-    pending = [n for n in reversed(graph.nodes) if is_call(n, aten.detach.default)]
-    while pending:
-        source = pending.pop()
-        slices = list(source.users)
-        if not is_call(source, aten.detach.default, aten.linear.default) or not _only_sliced(source, slices):
-            continue
-        for part in slices:
-            pending.append(_swap(graph, part, source, mode))
-        given = operands(source)[0]
-        graph.erase_node(source)
-        pending.append(given)
-
-
-def _only_sliced(source: fx.Node, slices: list[fx.Node]) -> bool:
-    """Return whether nothing reads more than disjoint ranges of leading dimensions."""
-    whole = value(source)
-    for part in slices:
-        if not is_call(part, aten.slice.Tensor) or part.kwargs or operands(part)[4:] not in ((), (1,)):
-            return False
-        if operands(part)[1] % whole.ndim == whole.ndim - 1:
-            return False
-    rows = sum(math.prod(value(part).shape[:-1]) for part in slices)
-    return bool(slices) and rows <= math.prod(whole.shape[:-1])
-
-
-def _swap(graph: fx.Graph, part: fx.Node, source: fx.Node, mode: FakeTensorMode) -> fx.Node:
-    """Write a slice of what ``source`` computes as what it computes of a slice; returns the new node."""
-    given, *rest = operands(source)
-    target: Any = source.target
-    with graph.inserting_before(part), mode, torch.no_grad():
-        inner = graph.call_function(aten.slice.Tensor, (given, *operands(part)[1:]))
-        inner.meta = dict(part.meta, val=aten.slice.Tensor(value(given), *operands(part)[1:]))
-        outer = graph.call_function(target, (inner, *rest))
-        values = [value(a) if isinstance(a, fx.Node) else a for a in (inner, *rest)]
-        outer.meta = dict(part.meta, val=target(*values))
-    part.replace_all_uses_with(outer)
-    graph.erase_node(part)
-    return outer

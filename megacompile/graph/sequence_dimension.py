@@ -1,26 +1,20 @@
-"""The sequence dimension of a graph: where positions are, what mixes them, and padding on the right."""
+"""Where the values of a graph have their positions, as long as no position reads a later one.
+
+The property that is followed from node to node: *an element of position p in row b depends on positions up
+to p of row b alone*. Operators on elements, or over other dimensions than those of rows and positions, keep
+it, and so does causal attention. Of any other operator nothing is known, and so it is refused.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-
-from megacompile.graph.captured import Captured, results_of, written_buffers
-
-# ------------------------------------------------------------------------------------------------------------
-# Where the values of a graph have their positions, as long as no position reads a later one.
-#
-# The property that is followed from node to node: *an element of position p in row b depends on positions up
-# to p of row b alone*. Operators on elements, or over other dimensions than those of rows and positions, keep
-# it, and so does causal attention. Of any other operator nothing is known, and so it is refused.
-
 
 Dims = tuple[int, int]
 """The dimensions of rows and of positions; one and the same where they are flattened into one."""
@@ -116,11 +110,11 @@ class Positions:
 
     def _place_of(self, node: fx.Node, given: list[fx.Node]) -> Place | None:
         name, place = name_of(node), self._places[given[0]]
-        if name in _VIEWS:
+        if name in _VIEW_OPERATORS:
             return place if first_value(node).dtype == first_value(given[0]).dtype else None
         if any(self.dims(n) is None for n in given):
             return None
-        rule = _RULES.get(name)
+        rule = _POSITION_RULES.get(name)
         if rule is None and (
             node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ())
         ):
@@ -238,8 +232,8 @@ def _attended(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | N
 
 
 _SHAPES_ALONE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-_VIEWS = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten"}
-_RULES: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Dims | Place | None]] = {
+_VIEW_OPERATORS = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten"}
+_POSITION_RULES: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Dims | Place | None]] = {
     **dict.fromkeys(
         ("clone", "alias", "detach", "_to_copy", "to", "type_as", "expand", "dropout"), _elements
     ),
@@ -254,264 +248,3 @@ _RULES: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Dims | Place | N
     "slice": _sliced,
     "attention": _attended,
 }
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Which calls of a graph mix the positions of a sequence by other means than attention that a mask governs.
-#
-# In: a graph and how long the sequence is. Out: what may carry padding to a token before it.
-
-
-_MIXING = ("_fft_", "conv", "im2col", "pool", "flip", "roll", "einsum", "pad")  # whatever a mask says
-_PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}  # over the left one's last dimension
-_WHOLE = {"sum", "mean", "max", "min", "prod", "std", "var", "norm", "linalg_vector_norm"}  # of all elements
-_MOVING = {
-    *("cat", "stack", "squeeze", "unsqueeze", "permute"),
-    *("gather", "index_select", "scatter", "index_add"),
-}
-_CUTTING = {"slice", "pad", "constant_pad_nd"}  # or nothing, where the shape stays
-_RESHAPES = {"view", "reshape", "_unsafe_view"}
-_LAYING = {"add", "sub", "masked_fill", "where"}  # a mask over scores
-_SOFTMAX = {"softmax", "_softmax"}
-_KEEPING = {
-    *("_to_copy", "to", "type_as", "expand", "clone", "alias", "dropout", "mul", "div"),
-    *_RESHAPES,
-}
-
-
-def masked(graph: fx.Graph, masks: set[fx.Node]) -> set[fx.Node]:
-    """A model's own attention: softmaxes over what a mask was laid over, and products with their results."""
-    laid: set[fx.Node] = set()
-    shares: set[fx.Node] = set()
-    products: set[fx.Node] = set()
-    for node in graph.nodes:
-        first, name = next(iter(node.all_input_nodes), None), name_of(node)
-        if name in _LAYING and any(a in masks for a in node.all_input_nodes):
-            laid.add(node)
-        if (name in _SOFTMAX and first in laid) or (name in _KEEPING and first in shares):
-            shares.add(node)
-        elif name in _KEEPING and first in laid:
-            laid.add(node)
-        elif name in _PRODUCTS and first in shares:
-            products.add(node)
-    return shares | products
-
-
-def mixes(node: fx.Node, length: int) -> bool:
-    """Return whether a node mixes positions of a sequence of this length by other means than attention."""
-    target, name = node.target, name_of(node)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return isinstance(target, torch._ops.HigherOrderOperator)
-    given = [v for v in (a.meta.get("val") for a in node.all_input_nodes) if _is_float(v)]
-    made: Any = node.meta.get("val")
-    if not given or (name in _CUTTING and made.shape == given[0].shape):
-        return False
-    if any(part in name for part in _MIXING) and not _is_causal(node, length):
-        return any(length in v.shape for v in (given[0], made) if _is_float(v))
-    if name in _PRODUCTS:
-        left = node.args[1 if "add" in name else 0]
-        return isinstance(left, fx.Node) and left.meta["val"].shape[-1] == length
-    if length not in given[0].shape or name in _MOVING:
-        return False
-    if name in _RESHAPES:
-        return not _keeps_whole(given[0].shape, made.shape, length)
-    return any(given[0].shape[d] == length for d in _dimensions(node, given[0].dim()))
-
-
-def _keeps_whole(shape: torch.Size, made: torch.Size, length: int) -> bool:
-    """Return whether a view has all positions in one dimension, be it with others, and not in chunks."""
-    position = math.prod(shape[shape.index(length) + 1 :])
-    inner = [math.prod(made[d + 1 :]) for d in range(len(made))]
-    return any(
-        position % within == 0 and size * within % (length * position) == 0
-        for size, within in zip(made, inner, strict=True)
-    )
-
-
-def _is_causal(node: fx.Node, length: int) -> bool:
-    """Return whether a node convolves along positions, and only those are read that no later position
-    reaches.
-
-    Output i of a convolution reads the inputs up to i - padding + dilation * (width - 1).
-    """
-    if name_of(node) != "conv1d":
-        return False
-    found = arguments(node)
-    (stride,), (padding,), (dilation,) = found["stride"], found["padding"], found["dilation"]
-    reach = dilation * (found["weight"].meta["val"].shape[-1] - 1)
-    causal = stride == 1 and padding >= reach and found["input"].meta["val"].shape[-1] == length
-    return causal and all(_reads_first(user, length) for user in node.users)
-
-
-def _reads_first(node: fx.Node, length: int) -> bool:
-    """Return whether a node is a slice of no more than the first ``length`` of the last dimension."""
-    if name_of(node) != "slice":
-        return False
-    found, made = arguments(node), node.meta["val"]
-    last, first = found["dim"] % made.dim() == made.dim() - 1, found["start"] in (None, 0)
-    return last and first and found["step"] == 1 and made.shape[-1] <= length
-
-
-def _dimensions(node: fx.Node, rank: int) -> list[int]:
-    """The dimensions over which an operator works; where it only takes the start of one, none."""
-    found = arguments(node)
-    if found.get("start", 1) in (0, None) or found.get("index", 1) == 0:
-        return []
-    if "dim" not in found and "dims" not in found:
-        return list(range(rank)) if name_of(node) in _WHOLE else []
-    dims = found.get("dim", found.get("dims"))
-    dims = range(rank) if dims is None or dims == [] else dims
-    return [dims] if isinstance(dims, int) else list(dims)
-
-
-def _is_float(found: Any) -> TypeGuard[Tensor]:
-    return isinstance(found, Tensor) and (found.is_floating_point() or found.is_complex())
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Padding on the right of causal rows, whose mask is without effect and may be left out.
-#
-# In: a batch, for ``is_padded_right``; a graph that was traced without the padding of its masks, for
-# ``reads_no_padding``. Out: whether the loss and all gradients are those of the graph with masks.
-#
-# The proof. Row b of a batch has ``n[b]`` tokens, then padding, and no label from n[b] on. Masks of padding
-# hide keys from n[b] on. Causal attention at a position before n[b] sees none of these keys in either case.
-# So without the masks nothing changes before n[b], as long as an element of position p in row b depends on
-# positions up to p of row b alone, which :mod:`~megacompile.graph.sequence_dimension` follows through the
-# graph. Cross-entropy meets such elements with labels of the same or later positions; those from n[b] on it
-# ignores, so the loss does not depend on anything there. The same is true of values that are filled where
-# such labels are ignored, as outputs for a loss outside of the program may be. Hence nothing at padding gets
-# a gradient, nor gives one to a weight.
-#
-# What refutes the proof: a graph that still reads the mask, as a router's loss does that counts tokens by it;
-# a router's loss that counts all; convolutions, recurrences, logits among the results.
-
-
-aten = torch.ops.aten
-_IGNORED = -100
-_ENTRIES = {"input_ids", "attention_mask", "labels", "position_ids", "num_items_in_batch"}
-_COPIES = ("clone", "alias", "detach", "_to_copy", "to")
-_COMPARING = (aten.ne.Scalar, aten.eq.Scalar)
-_ROW_VIEWS = ("view", "reshape", "_unsafe_view", "flatten")
-
-
-def is_padded_right(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a batch of tokens has padding at the ends of its rows alone, and no label there.
-
-    ``input_ids``, ``attention_mask`` (0 at padding) and ``labels`` (-100 there): [B, T].
-    """
-    ids, mask, labels = (kwargs.get(name) for name in ("input_ids", "attention_mask", "labels"))
-    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and isinstance(labels, Tensor)):
-        return False
-    tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)}
-    if ids.dim() != 2 or not ids.shape == mask.shape == labels.shape or tensors - _ENTRIES:
-        return False
-    real = mask != 0
-    resumed = real[:, 1:] & ~real[:, :-1]
-    return not bool(resumed.any()) and bool((real | (labels == _IGNORED)).all())
-
-
-def reads_no_padding(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the proof holds of a graph that was traced on this batch, whose tensors are all
-    distinct."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    read = {name: leaves[index] for name, index in captured.inputs.items()}
-    if any(leaf is kwargs["attention_mask"] for leaf in read.values()) or written_buffers(captured.graph):
-        return False
-    known, labels = Positions(), Labels()
-    rows, length = kwargs["input_ids"].shape
-    for node in captured.graph.nodes:
-        if node.name in read and node.op == "placeholder":
-            leaf = read[node.name]
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-                continue
-            if leaf.shape != (rows, length):
-                return False
-            (labels if leaf is kwargs["labels"] else known).put(node, Place(rows, length, 1, length))
-        elif node.op == "call_function" and not _holds(node, known, labels):
-            return False
-    return not any(node in known for node in results_of(captured.graph))
-
-
-class Labels(Positions):
-    """The places of labels, -100 at padding, and of what tells where labels are ignored, or are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ignored: set[fx.Node] = set()
-        self.counted: set[fx.Node] = set()
-
-
-def _holds(node: fx.Node, known: Positions, labels: Labels) -> bool:
-    _follow_labels(node, labels)
-    if name_of(node) == "cross_entropy_loss" and node.args[0] in known:
-        return _ignores(node, known, labels)
-    if name_of(node) == "masked_fill" and node.args[1] in labels.ignored and _fills(node, known, labels):
-        return True
-    return known.follow(node)
-
-
-def _fills(node: fx.Node, known: Positions, labels: Labels) -> bool:
-    """Return whether each position is filled where the label of its own or a later one is ignored."""
-    x, mask = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(mask, fx.Node)
-    if x not in known or known.dims(x) != labels.dims(mask) or node.all_input_nodes != [x, mask]:
-        return False
-    at, of = known[x], labels[mask]
-    return first_value(x).shape == first_value(mask).shape and at.first <= of.first
-
-
-def _follow_labels(node: fx.Node, labels: Labels) -> None:
-    """Labels that are copied, flattened, cut or moved to earlier positions are still ignored at padding."""
-    source = next(iter(node.all_input_nodes), None)
-    if source not in labels or len(node.all_input_nodes) > 1:
-        return
-    assert source is not None
-    if source in labels.ignored | labels.counted or node.target in _COMPARING:
-        _follow_comparison(node, source, labels)
-        return
-    name, place, value = name_of(node), labels[source], node.meta["val"]
-    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, source.meta["val"].dtype):
-        return
-    length, apart = value.shape[-1], source.meta["val"].dim() == 2
-    if name in _ROW_VIEWS + _COPIES:
-        labels.put(node, place)
-    elif name in ("pad", "constant_pad_nd") and apart:
-        named = arguments(node)
-        behind = list(named["pad"])[::2] == [0] and named.get("mode", "constant") == "constant"
-        if behind and named["value"] == _IGNORED:
-            labels.put(node, place.cut(0, length))
-    elif name == "slice" and apart and arguments(node)["dim"] in (1, -1) and arguments(node)["step"] == 1:
-        start = arguments(node)["start"] or 0
-        if start >= 0:
-            labels.put(node, place.cut(start, length))
-
-
-def _follow_comparison(node: fx.Node, source: fx.Node, labels: Labels) -> None:
-    """Follow where labels are -100, and the opposite; at padding the first is true."""
-    opposite = {aten.logical_not.default, aten.bitwise_not.default}
-    if source in labels.ignored | labels.counted:
-        if node.target not in opposite:
-            return
-        is_ignored = source in labels.counted
-    elif node.args[1] != _IGNORED:
-        return
-    else:
-        is_ignored = node.target is aten.eq.Scalar
-    labels.put(node, labels[source])
-    (labels.ignored if is_ignored else labels.counted).add(node)
-
-
-def _ignores(node: fx.Node, known: Positions, labels: Labels) -> bool:
-    """Return whether each row of logits meets a label of its own or a later position, and no weight of
-    classes."""
-    named = arguments(node)
-    logits, label = named["self"], named["target"]
-    if named["weight"] is not None or named["ignore_index"] != _IGNORED or label not in labels:
-        return False
-    if label in labels.ignored | labels.counted or first_value(logits).dim() != 2:
-        return False
-    if known.dims(logits) != (0, 0):
-        return False
-    at, of = known[logits], labels[label]
-    return at.length == of.length and at.first <= of.first

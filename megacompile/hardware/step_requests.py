@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from megacompile.blocks.block_functions import Asked, BlockFunction
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.partition import Block, Partition
-from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.blocks.weight_groups import SEED_BYTES, Assembly
 from megacompile.schedule.op_table import COMPUTES, Saved, Token, Value, ValueGrad, WeightGrad
 from megacompile.schedule.step import Op, Step

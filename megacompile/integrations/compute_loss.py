@@ -20,7 +20,7 @@ from torch import Tensor
 from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import MegacompileError
-from megacompile.graph.captured import all_outputs
+from megacompile.graph.forward_outputs import all_outputs
 from megacompile.state.model_ownership import is_owned
 
 

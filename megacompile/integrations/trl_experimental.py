@@ -16,7 +16,7 @@ from trl.experimental import cpo, gkd, orpo, tpo
 
 from megacompile.api.program import Program
 from megacompile.errors import MegacompileError
-from megacompile.graph.captured import all_outputs
+from megacompile.graph.forward_outputs import all_outputs
 from megacompile.integrations.peft_adapters import learns_prompts
 from megacompile.integrations.transformers import Mixin
 from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of

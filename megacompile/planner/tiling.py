@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from megacompile.blocks.weight_groups import Assembly
-from megacompile.graph.tile_rewriter import LEAST_PIECE, Cuts, Family, choose_cuts
+from megacompile.graph.tile_cuts import LEAST_PIECE, Cuts, Family, choose_cuts
 from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_evaluator import Planned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.codegen import function_source
-from megacompile.blocks.costs import Calls, KernelCall, total
+from megacompile.blocks.kernel_calls import Calls, KernelCall, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import to_plain
 from megacompile.own_files import make_own_folder, replace_text

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.block_functions import BlockFunction, Boxed
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Block, Partition
-from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.blocks.weight_groups import Assembly
 from megacompile.schedule.op_table import COMPUTES
 from megacompile.schedule.step import Step, kept_gradients

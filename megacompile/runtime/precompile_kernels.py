@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.blocks import inductor
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate, PolicyFunctions
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.memory_meter import implementation
 from megacompile.blocks.partition import Partition, Template
-from megacompile.blocks.policies import DifferentiatedTemplate, PolicyFunctions
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.errors import MegacompileError
 from megacompile.kernels._triton import Launch, recording

@@ -20,7 +20,7 @@ from megacompile.json_codec import LATER, from_plain, parse_json, to_plain
 @dataclass(frozen=True, slots=True)
 class KernelWork:
     """The work of calls of one of our kernels, counted in ``moved_bytes`` or ``attention_flops`` already; see
-    :class:`~megacompile.blocks.costs.KernelCall`."""
+    :class:`~megacompile.blocks.kernel_calls.KernelCall`."""
 
     op: str
     dtype: str

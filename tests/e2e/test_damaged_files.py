@@ -18,7 +18,7 @@ import megacompile
 from megacompile.bench.kernel_bench import Row
 from megacompile.bench.program_targets import read_calls
 from megacompile.bench.results import read_rows
-from megacompile.blocks.costs import KernelCall
+from megacompile.blocks.kernel_calls import KernelCall
 from megacompile.cli.inspect import read_schedule
 from megacompile.hardware.catalog import MachineProfile, profile_json, read_profile
 from megacompile.hardware.kept_profile import keep_profile, kept_profile

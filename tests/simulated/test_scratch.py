@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.blocks.memory_meter import StorageMeter, scratch
+from megacompile.blocks.kernel_scratch import scratch
+from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.kernels import _triton, torch_sdpa
 from megacompile.kernels.linear_cross_entropy import add_product_
 from megacompile.runtime.cuda_memory import set_allocator

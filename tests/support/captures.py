@@ -21,7 +21,8 @@ from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
 from megacompile.api.frontend import Frontend
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
+from megacompile.blocks.policies import differentiate
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
@@ -33,7 +34,7 @@ _KNOWN = (
     "transformers.",
     "peft.",
     "tests.support.",
-    "megacompile.graph.captured.",
+    "megacompile.graph.forward_outputs.",
     "megacompile.api.generate.",
     "megacompile.integrations.",
 )

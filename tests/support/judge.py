@@ -18,7 +18,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import ScheduleError
-from megacompile.graph.fusion_rewriter import Fusions
+from megacompile.graph.fusion_report import Fusions
 from megacompile.state.master_layout import slot_view
 from tests.support.captures import Captures
 from tests.support.judge_eager import EagerError, EagerRuns, Gradients, WrongError

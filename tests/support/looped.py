@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.api.frontend import Compiled, Frontend
-from megacompile.blocks.chunk_loops import WHOLE, length_of, means_as_sums, role, two_lengths
+from megacompile.blocks.chunk_loops import means_as_sums
+from megacompile.blocks.chunk_roles import WHOLE, length_of, role, two_lengths
 from megacompile.blocks.joint_graph import Joint
+from megacompile.blocks.loop_check import disagreement
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import NO_PRODUCT, _Cutter, disagreement
+from megacompile.blocks.policies import _Cutter
+from megacompile.blocks.whole_sequences import NO_PRODUCT
 from megacompile.capture.batch import read_batch
-from megacompile.graph.captured import is_view
+from megacompile.graph.node_storage import is_view
 from tests.support.zoo import Batch, Case, cases, tokens
 
 LENGTHS, SHORT = (57, 61), (24, 26)

@@ -130,7 +130,7 @@ def test_a_checkout_that_is_not_installed_imports_whole() -> None:
         [sys.executable, "-S", "-c", asked], cwd=ROOT, env=environment(), capture_output=True, text=True
     )  # -S: without what is installed
     package = Path(ran.stdout.strip())
-    assert (package / "kernels" / "norms.py").exists() and (package / "passes").exists()
+    assert (package / "kernels" / "rms_norm.py").exists() and (package / "passes").exists()
 
 
 def test_an_unknown_stage_is_named(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import megacompile
 from megacompile.api.program import Program
 from megacompile.blocks import inductor
 from megacompile.blocks.block_functions import BlockFunction
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.blocks.policies import differentiate
 from tests.e2e.test_bf16 import check_gradients
 from tests.support.models import batch_for
 

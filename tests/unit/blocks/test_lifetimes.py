@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile.api.frontend import Frontend
 from megacompile.blocks import block_functions, joint_graph
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.joint_graph import trace_joint
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import DifferentiatedTemplate
 from megacompile.capture.batch import read_batch
 from tests.support.models import batch_for, build
 from tests.support.zoo import cases

@@ -15,11 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from megacompile.api.frontend import Frontend
-from megacompile.blocks import chunk_loops, joint_graph, policies
-from megacompile.blocks.chunk_loops import length_of, two_lengths
+from megacompile.blocks import chunk_loops, chunk_roles, chunk_stages, joint_graph, loop_check, policies
+from megacompile.blocks.chunk_roles import length_of, two_lengths
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.joint_graph import Joint
+from megacompile.blocks.loop_check import disagreement
 from megacompile.blocks.partition import Template
-from megacompile.blocks.policies import DifferentiatedTemplate, _Cutter, differentiate, disagreement
+from megacompile.blocks.policies import _Cutter, differentiate
 from megacompile.capture.batch import read_batch
 from tests.support.models import batch_for, build
 
@@ -87,7 +89,7 @@ def test_only_attention_mixes_positions_in_a_layer(kind: str) -> None:
     mixing = {
         str(node.target)
         for node in joint.graph.nodes
-        if chunk_loops.role(node) == "mixing"
+        if chunk_roles.role(node) == "mixing"
         and any(a.meta["along"] is not None for a in node.all_input_nodes)
     }
     assert mixing - {"<built-in function getitem>", "output"} == {
@@ -111,9 +113,9 @@ def test_a_clamped_gate_acts_on_each_position_alone(interleaved: bool) -> None:
         SimpleNamespace(graph=make_fx(passes, tracing_mode="fake")(*(x[:, :n] for x in inputs)).graph)
         for n in (LENGTH, 24)
     )
-    assert chunk_loops.compare(long, LENGTH, short, 24) is None  # type: ignore[arg-type]
+    assert chunk_roles.compare(long, LENGTH, short, 24) is None  # type: ignore[arg-type]
     calls = [node for node in long.graph.nodes if node.op == "call_function"]
-    assert len(calls) == 2 and all(chunk_loops.role(node) == "local" for node in calls)
+    assert len(calls) == 2 and all(chunk_roles.role(node) == "local" for node in calls)
     chunks = [passes(*part) for part in zip(*(x.split(7, 1) for x in inputs), strict=True)]
     for whole, *parts in zip(passes(*inputs), *chunks, strict=True):
         torch.testing.assert_close(whole, torch.cat(parts, 1))
@@ -168,7 +170,7 @@ def _a_mean_without_its_share(graph: fx.Graph) -> None:
 
 _ADD, _FETCH, _MEANS = chunk_loops._Body._add, chunk_loops._Body._fetch, chunk_loops.means_as_sums
 _FAULTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
-    (1, chunk_loops, "role", _attention_is_local),
+    (1, chunk_stages, "role", _attention_is_local),
     (1, chunk_loops._Body, "_add", _sums_keep_the_last_chunk),
     (1, chunk_loops._Body, "_fetch", _of_another_dimension),
     (1, "megacompile.blocks.codegen", "spans", _loops_end_early),
@@ -199,7 +201,7 @@ def test_a_template_whose_loops_differ_stays_whole_and_says_so(monkeypatch: pyte
     template, _, mode = traced("llama", 2)
     found = policies.differentiate(template, mode, chunk=16)
     assert found.loops == (LENGTH, 16) and found.not_looped is None
-    monkeypatch.setattr(policies, "TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr(loop_check, "TOLERANCE", {torch.float32: -1.0})
     found = policies.differentiate(template, mode, chunk=16)
     assert found.loops is None and found.not_looped is not None
     assert "is off by" in found.not_looped
@@ -270,16 +272,16 @@ def _distances(found: DifferentiatedTemplate, length: int) -> list[float]:
     """Root mean square errors of gradients of weight matrices, beside a whole run in float32."""
     template = traced("llama", 1, torch.bfloat16, length)[0]
     exact = functions("llama", 1, None, length=length)
-    given = policies._random_inputs(template)
+    given = loop_check._random_inputs(template)
     grads = []
     for made, dtype in ((exact, torch.float32), (found, torch.bfloat16)):
         policy = made.policies["none"]
         assert policy.backward is not None
         known = {("in", i): x.to(dtype) if x.is_floating_point() else x for i, x in enumerate(given)}
-        (out,) = policies._run(policy.forward, known)  # type: ignore[arg-type]
+        (out,) = loop_check._run_function(policy.forward, known)  # type: ignore[arg-type]
         gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
         known["grad", 0] = gradient.to(dtype)
-        grads.append(policies._run(policy.backward, known))  # type: ignore[arg-type]
+        grads.append(loop_check._run_function(policy.backward, known))  # type: ignore[arg-type]
     pairs = [(a, b.float()) for a, b in zip(*grads, strict=True) if a.dim() == 2]
     return [float((a - b).norm() / a.norm()) for a, b in pairs]
 
@@ -319,17 +321,17 @@ def test_dropout_is_bitwise_that_of_whole_functions(monkeypatch: pytest.MonkeyPa
             ("in", i): torch.randint(-2, 3, e.shape, generator=generator).to(e.dtype)
             for i, e in enumerate(template.examples)
         }
-        (loss,) = policies._run(found.forward, known)
+        (loss,) = loop_check._run_function(found.forward, known)
         known["grad", 0] = torch.ones_like(loss)
-        return [loss, *policies._run(backward, known)]
+        return [loss, *loop_check._run_function(backward, known)]
 
     whole, looped = results(None), results(16)
     assert (whole[0] > 0) and all(map(torch.equal, whole, looped))
-    monkeypatch.setattr(chunk_loops, "role", _dropout_is_local)
+    monkeypatch.setattr(chunk_stages, "role", _dropout_is_local)
     assert not all(map(torch.equal, whole, results(16)))
 
 
-_ROLE = chunk_loops.role
+_ROLE = chunk_roles.role
 
 
 def _dropout_is_local(node: fx.Node) -> str:
@@ -339,11 +341,11 @@ def _dropout_is_local(node: fx.Node) -> str:
 def test_what_counts_as_a_difference() -> None:
     """Equal infinities of a mask do not; NaN does; rounding of sums that cancel does not."""
     mask, wrong = torch.tensor([0.0, -torch.inf]), torch.tensor([-torch.inf, 0.0])
-    assert policies._differ(mask, mask.clone(), 1e-5, 0.0) is None
-    assert "inf" in str(policies._differ(mask, wrong, 1e-5, 0.0))
+    assert loop_check._differ(mask, mask.clone(), 1e-5, 0.0) is None
+    assert "inf" in str(loop_check._differ(mask, wrong, 1e-5, 0.0))
     nothing = torch.tensor([torch.nan])
-    assert "nan" in str(policies._differ(nothing, nothing, 1e-5, 0.0))
+    assert "nan" in str(loop_check._differ(nothing, nothing, 1e-5, 0.0))
     zero, noise = torch.full((4,), 1e-9), torch.full((4,), 2e-9)
-    assert policies._differ(zero, noise, 1e-5, least=1e-2) is None
-    assert policies._differ(zero, noise, 1e-5, least=0.0) is not None
-    assert policies._differ(zero + 1e-3, noise, 1e-5, least=1e-2) is not None
+    assert loop_check._differ(zero, noise, 1e-5, least=1e-2) is None
+    assert loop_check._differ(zero, noise, 1e-5, least=0.0) is not None
+    assert loop_check._differ(zero + 1e-3, noise, 1e-5, least=1e-2) is not None

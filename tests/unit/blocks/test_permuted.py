@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.blocks.joint_graph import gather_permuted
+from megacompile.blocks.permuted_gradients import gather_permuted
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.blocks.block_functions import reuse
 from megacompile.blocks.codegen import function_source, load_functions
+from megacompile.blocks.inplace_reuse import reuse
 
 ops = torch.ops.megacompile
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
-from megacompile.graph.captured import Returned, returned
+from megacompile.graph.forward_outputs import Returned, returned
 
 ROWS, LENGTH, CLASSES = 2, 23, 7
 

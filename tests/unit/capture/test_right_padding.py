@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture.batch import read_batch
-from megacompile.graph.sequence_dimension import is_padded_right
+from megacompile.graph.right_padding import is_padded_right
 from tests.support.graphs import attention_calls, forward, graph_of, paths_on_cuda, run
 from tests.support.zoo import causal, padded_batch
 

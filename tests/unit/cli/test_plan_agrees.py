@@ -32,7 +32,7 @@ QUESTION = Question(load_machine("rtx-4090"), BATCH, SEQ, 1, host_budget=10**9)
 
 def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large tied vocabulary, cut, and planned from a few layers: cuts, plan, peak, host bytes."""
-    for module in ("megacompile.graph.tile_rewriter", "megacompile.planner.tiling"):
+    for module in ("megacompile.graph.tile_cuts", "megacompile.planner.tiling"):
         monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 16)
     given = transformers.LlamaConfig(**_SHAPE)
     study = Study(build("llama", given), "bf16", lambda message: None)

@@ -50,7 +50,7 @@ def test_unrolled_is_what_a_whole_capture_gives(kind: str, monkeypatch: pytest.M
     ids = torch.zeros(1, 16, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model.module)
     whole = Frontend(model.module, torch.bfloat16)
-    monkeypatch.setattr("megacompile.graph.tile_rewriter.LEAST_PIECE", 2048)
+    monkeypatch.setattr("megacompile.graph.tile_cuts.LEAST_PIECE", 2048)
     monkeypatch.setattr("megacompile.planner.tiling.LEAST_PIECE", 2048)
     found_candidates = islice(Repeated(model, batch, torch.bfloat16).tilings(), _TILINGS)
     expected_candidates = islice(whole.tilings(batch, evaluate=False), _TILINGS)

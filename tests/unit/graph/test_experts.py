@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import partition
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.blocks.policies import differentiate
 from megacompile.graph.captured import Captured
-from megacompile.graph.fusion_rewriter import PATTERNS, TOLERANCE, fuse
-from megacompile.graph.tile_rewriter import families, tile
+from megacompile.graph.fusion_check import TOLERANCE
+from megacompile.graph.fusion_rewriter import PATTERNS, fuse
+from megacompile.graph.tile_cuts import families
+from megacompile.graph.tile_rewriter import tile
 from tests.unit.graph.test_fuse import architecture, captured
 from tests.unit.graph.test_tile import run
 

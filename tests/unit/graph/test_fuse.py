@@ -15,15 +15,17 @@ from torch.nn import functional as F
 
 import megacompile
 from megacompile import MegacompileError
+from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import partition
-from megacompile.blocks.policies import DifferentiatedTemplate, differentiate
+from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import BudgetError
-from megacompile.graph import fusion_rewriter
+from megacompile.graph import fusion_check, pattern_tools
 from megacompile.graph.captured import Captured
-from megacompile.graph.fusion_rewriter import PATTERNS, Fusions, fold, fuse, read_switches
+from megacompile.graph.fusion_report import Fusions, fold
+from megacompile.graph.fusion_rewriter import PATTERNS, fuse, read_switches
 from tests.support.models import Through, batch_for, build
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
@@ -493,14 +495,14 @@ PLANTED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_a_wrong_operator_is_not_placed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fusion_rewriter.Emitter.call
+    right = pattern_tools.Emitter.call
 
     def wrong(emit: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if target is getattr(torch.ops.megacompile, name).default:
             target = PLANTED[name]
         return right(emit, target, *args, **kwargs)
 
-    monkeypatch.setattr(fusion_rewriter.Emitter, "call", wrong)
+    monkeypatch.setattr(pattern_tools.Emitter, "call", wrong)
     fusions = fused(known("llama"))
     assert name not in fusions.counts and len(fusions.counts) == (3 if name == "rms_norm" else 4)
     reasons = [m.reason for m in fusions.near_misses if m.pattern == name]
@@ -511,7 +513,7 @@ def test_a_failing_operator_is_not_placed(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(match: Any, inputs: Any) -> Tensor:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(fusion_rewriter, "_fused", refuse)
+    monkeypatch.setattr(fusion_check, "_fused", refuse)
     fusions = fused(known("llama"))
     assert not fusions.placements and "no such thing" in fusions.near_misses[0].reason
 

@@ -20,7 +20,8 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.errors import ProgramError
-from megacompile.graph.tile_rewriter import LEAST_PIECE, tables, tile
+from megacompile.graph.tile_cuts import LEAST_PIECE, tables
+from megacompile.graph.tile_rewriter import tile
 from megacompile.runtime import executor
 from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
@@ -77,9 +78,6 @@ def looks_up(program: megacompile.Program) -> bool:
     return "rt.gather(" in program.source
 
 
-# ---- on the host ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stops", [(50,), (1, 20, 50)])
 @pytest.mark.parametrize("fresh", [True, False])
@@ -105,9 +103,6 @@ def test_gradients_of_rows_are_those_of_the_whole_table(
 def test_an_id_that_is_no_row_is_named(wrong: int) -> None:
     with pytest.raises(IndexError, match=f"the id {wrong} is not in a table of 50 rows"):
         gather_rows([torch.randn(50, 2)], (50,), torch.tensor([4, wrong]), torch.empty(2, 2))
-
-
-# ---- what is gathered -----------------------------------------------------------------------------
 
 
 def found(model: nn.Module, given: dict[str, Tensor]) -> tuple[bool, int]:
@@ -140,8 +135,6 @@ def test_a_batch_of_many_tokens_or_a_small_table_is_no_case_for_it() -> None:
     graph = capture(model, one.args, one.kwargs, forms=parameter_forms(model, torch.float32))
     assert tables(graph) == {}
 
-
-# ---- training -------------------------------------------------------------------------------------
 
 HABITS = [Habits(None), Habits(0.1), Habits(0.1, ((1e-3, 0.1), (1e-2, 0.0)))]
 
@@ -260,7 +253,7 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
 
 def test_rows_are_not_gathered_from_state_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long batch streams a cut table of which pieces stay on the device; a short one gathers its rows."""
-    for module in ("megacompile.graph.tile_rewriter", "megacompile.planner.tiling"):
+    for module in ("megacompile.graph.tile_cuts", "megacompile.planner.tiling"):
         monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 14)
     torch.manual_seed(0)
     model, habits = Reader(tied=True, rows=512), Habits(0.1)

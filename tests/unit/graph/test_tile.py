@@ -20,7 +20,8 @@ from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
-from megacompile.graph.tile_rewriter import LEAST_PIECE, Family, Tiled, choose_cuts, families, tile
+from megacompile.graph.tile_cuts import LEAST_PIECE, Family, choose_cuts, families
+from megacompile.graph.tile_rewriter import Tiled, tile
 from megacompile.planner.tiling import tiling_candidates
 from tests.support.judge import program_gradients
 from tests.support.reference import EagerTrainer
@@ -253,9 +254,6 @@ def test_pieces_keep_the_order_and_the_optimizer_group() -> None:
     assert {p.param_group for n, p in pieces.items() if n != "a"} == {1}
 
 
-# ---- whole programs -----------------------------------------------------------------------------
-
-
 def vocabulary(size: int, width: int, *, tied: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -364,7 +362,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
 @pytest.mark.slow
 def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the head gives to the layers below is a sum over its pieces, which bf16 would round at each."""
-    for module in ("megacompile.graph.tile_rewriter", "megacompile.planner.tiling"):
+    for module in ("megacompile.graph.tile_cuts", "megacompile.planner.tiling"):
         monkeypatch.setattr(f"{module}.LEAST_PIECE", 1 << 14)
     model, batch = vocabulary(8192, 32, tied=False), tokens(8192)
     exact = copy.deepcopy(model)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacompile.bench.program_targets import operation_of
-from megacompile.blocks.costs import KernelCall
+from megacompile.blocks.kernel_calls import KernelCall
 from megacompile.cli.kernel_worth import worth
 from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.hardware.catalog import PROFILES

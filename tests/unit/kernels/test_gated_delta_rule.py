@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacompile.blocks.costs import flops, kernel_calls, launches
+from megacompile.blocks.costs import flops, launches
+from megacompile.blocks.kernel_calls import kernel_calls
 from megacompile.kernels import gated_delta_rule
 from megacompile.kernels._triton import Gpu, recording
 from megacompile.kernels.gated_delta import RuleInputs, backward_triton, forward_triton

@@ -28,6 +28,7 @@ NAMES = {
 } | {"flash_attention_forward", "flash_attention_backward", "dropout"}
 NAMES -= {"recurrent_layer", "recurrent_layer_backward"}  # which are torch's operators on any device
 NAMES -= {"attention", "attention_backward"}  # which choose among ours and torch's
+NAMES -= {"head_tile", "head_tile_backward", "take_rows", "put_rows"}  # which are torch's operators, too
 NAMES -= {"uniform", "decode_4bit", "decode_8bit"}  # which are given no floating-point numbers
 EVERY = {*TYPES, *VALUES, "float64", "one row", "199 rows", "4096 columns", "strided"}
 

@@ -81,10 +81,10 @@ def without_states(products: Tensor, *_: Any, **__: Any) -> Tensor:
 FAULTS = {
     "no state": ("_through", without_states),
     "a token's own decay": (
-        "_between",
+        "_pairs_across",
         lambda pairs: F.pad(pairs.cumsum(-1).tril_().sum(-2), (1, 0))[..., :-1].mT,
     ),
-    "no decays of pairs": ("_between", lambda pairs: torch.zeros_like(pairs[..., 0]).mT),
+    "no decays of pairs": ("_pairs_across", lambda pairs: torch.zeros_like(pairs[..., 0]).mT),
     "no order": ("_differences", lambda c: (c.mT.unsqueeze(-1) - c.mT.unsqueeze(-2)).mT),
 }
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import megacompile.graph.tile_rewriter  # noqa: F401
 from megacompile.kernels.adamw import split_reference
 
 ops = torch.ops.megacompile

@@ -10,7 +10,6 @@ import torch
 
 import megacompile
 import megacompile.cli.main  # noqa: F401
-from megacompile.graph import tile_rewriter  # noqa: F401
 from megacompile.kernels.registry import CALLED, SPECS, called
 from tests.support import figures
 
@@ -65,11 +64,14 @@ EXCEPTIONS = {
     "megacompile/capture/replacements.py": "transformers' functions, with their arguments",
     "megacompile/cli/gpu_doctor.py": "a switch that an operator shares",
     "megacompile/blocks/codegen.py": "the product that is added up within, which other code emits too",
-    "megacompile/graph/fusion_rewriter.py": "inputs of a head, whose labels are integers",
+    "megacompile/graph/fusion_check.py": "inputs of a head, whose labels are integers",
     "megacompile/graph/glu_patterns.py": "a pattern",
     "megacompile/graph/lm_head_patterns.py": "a pattern",
     "megacompile/graph/norm_patterns.py": "a pattern",
-    "megacompile/graph/tile_rewriter.py": "a head of which pieces are made, and the pieces' operators",
+    "megacompile/graph/qk_norm_rope_patterns.py": "a pattern",
+    "megacompile/graph/rope_patterns.py": "a pattern",
+    "megacompile/graph/head_tiles.py": "a head of which pieces are made",
+    "megacompile/graph/tile_rewriter.py": "a head that is fused before pieces are made of it",
 }
 ORDINARY = {"attention", "dropout", "uniform", "adamw"}  # other things are called so too
 

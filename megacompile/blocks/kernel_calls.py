@@ -1,0 +1,81 @@
+"""Which of our operators a program calls, on which shapes, how often per step, and what they do.
+
+In: the graphs of block functions and a plan. Out: :class:`KernelCall` with counts, which a dump writes
+beside the plan, so that ``megacompile bench kernels --plan`` can time the very shapes of a program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.blocks.costs import flat, flops, moved, values
+from megacompile.kernels.registry import called
+
+
+@dataclass(frozen=True, order=True)
+class KernelCall:
+    """One operator on tensors of these shapes; ``dtype`` is that of the largest one, ``constants`` are
+    its other arguments, as text.
+
+    ``variant`` says in the words of the ahead-of-time gate's cases what its speed depends on: sizes, an
+    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of
+    recurrences the floating-point operations of products; 0 where no kernel of ours runs them.
+    """
+
+    op: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    constants: tuple[str, ...]
+    variant: str = ""
+    work: int = 0
+
+
+Calls = tuple[tuple[KernelCall, int], ...]
+
+
+def kernel_calls(graph: fx.Graph) -> Calls:
+    """The calls of our operators in a graph whose nodes carry their values."""
+    return total([(_kernel_call(node), 1) for node in graph.nodes if is_ours(node)])
+
+
+def total(calls: Iterable[tuple[KernelCall, int]]) -> Calls:
+    """Equal calls added up, in a fixed order."""
+    counts: Counter[KernelCall] = Counter()
+    for call, count in calls:
+        counts[call] += count
+    return tuple(sorted(counts.items()))
+
+
+def is_ours(node: fx.Node) -> bool:
+    """Return whether a node calls one of our operators."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacompile"
+
+
+def _kernel_call(node: fx.Node) -> KernelCall:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    tensors = [a.meta["val"] for a in flat(node.args) if isinstance(a, fx.Node)]
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    floats = [t for t in tensors if t.is_floating_point()]
+    dtype = max(floats or tensors, key=Tensor.numel).dtype
+    constants = [repr(a) for a in node.args if not isinstance(a, fx.Node)]
+    return KernelCall(
+        node.target._schema.name.removeprefix("megacompile::"),
+        str(dtype).removeprefix("torch."),
+        tuple(tuple(t.shape) for t in tensors),
+        tuple(constants),
+        *_variant_and_work(node),
+    )
+
+
+def _variant_and_work(node: fx.Node) -> tuple[str, int]:
+    call = called(node.target)
+    assert call is not None
+    given = values(node)
+    if call.spec.runs_kernels is None:
+        return call.spec.variant(given), moved(node)
+    return call.spec.variant(given), flops(node) if call.spec.runs_kernels(given) else 0
