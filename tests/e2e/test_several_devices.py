@@ -149,7 +149,15 @@ class Run:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    names = ["plain", "llama", "in small pieces", "in 8 bits", "in 4 bits", "clipped", "never clipped"]
+    names = [
+        "plain",
+        "llama in bf16",
+        "in small pieces",
+        "in 8 bits",
+        "in 4 bits",
+        "clipped",
+        "never clipped",
+    ]
     names += ["state on devices", "some on devices", "clipped on devices", "never clipped on devices"]
     names += ["frozen in bf16", "noise of NumPy"]
     return Run(2, names, tmp_path_factory.mktemp("two"))
@@ -211,6 +219,7 @@ def test_state_on_the_devices_needs_no_link(two: Run) -> None:
         (4, "dropout in bf16"),
         (3, "llama in bf16"),
         (3, "gpt2 with dropout"),
+        (2, "llama"),
         (2, "experts"),
         (3, "in 4 bits"),
         (3, "in 8 bits"),

@@ -13,11 +13,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import TrainingArguments
 
 import megacompile
 from megacompile.errors import BudgetError
-from megacompile.integrations.transformers import Trainer
 from tests.support.ranks import on_devices, on_host, partly_on_devices, run_ranks, whole
 
 Batch = dict[str, Any]
@@ -392,6 +390,10 @@ def row(index: int) -> dict[str, Tensor]:
 
 
 def test_the_trainer_whose_first_batch_has_no_picture(tmp_path: Path) -> None:
+    from transformers import TrainingArguments  # here, as ranks of other tests import this module
+
+    from megacompile.integrations.transformers import Trainer
+
     states = []
     for kind, options in ((transformers.Trainer, {}), (Trainer, {"hbm_budget": "5MB"})):
         torch.manual_seed(0)
