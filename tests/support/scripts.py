@@ -7,6 +7,7 @@ started for the script: its threads are awaited, its interpreter is finalised, i
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -75,6 +76,7 @@ def _run(
         os.dup2(end.fileno(), number)
         end.close()
     os.environ |= environment
+    gc.freeze()  # what the server has imported: to free that at the end took most of a short script
     sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     status = 0
