@@ -34,9 +34,18 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_INTERLEAVE = 3
 _NO_RESERVE = 0x4000  # the budget decides, not what the system has now: memory may grow as it is used
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-# A fork has the objects and not the mappings. There, unmapping would hit whatever has their addresses since.
-_of_parent: list[mmap.mmap] = []
-os.register_at_fork(after_in_child=lambda: _of_parent.extend(_mappings))
+
+
+def _keep_for_good() -> None:
+    """Keep a parent's mappings in its fork, also when the interpreter ends there.
+
+    The fork has the objects and not the mappings: unmapping would hit whatever has their addresses since.
+    """
+    for mapping in _mappings:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_for_good)
 
 
 class HostArena:
