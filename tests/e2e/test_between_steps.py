@@ -88,14 +88,17 @@ def test_gradients_of_every_kind_of_batch_are_applied(
     by_hand: bool, clip: float | None, place: dict[str, Any]
 ) -> None:
     program, trainer = pair(Branches, max_grad_norm=clip, **place)
+    norms, trace = [], Trace()
     for _ in range(2):
         if by_hand:
             for batch in (BOTH, ONE):
                 program.forward_backward(batch, weight=0.5)
-            program.optimizer_step()
+            norms.append(program.optimizer_step().grad_norm)
         else:
-            program.train_step([BOTH, ONE])
-        trainer.train_step([BOTH, ONE])
+            norms.append(program.train_step([BOTH, ONE]).grad_norm)
+        trainer.train_step([BOTH, ONE], trace)
+    if clip is not None:
+        assert [float(norm) for norm in norms if norm is not None] == pytest.approx(trace.norms, rel=1e-6)
     program.train_step(BOTH)  # nothing waits any more
     trainer.train_step([BOTH])
     state = program.state_dict()

@@ -409,6 +409,17 @@ def test_an_instruction_with_an_input() -> None:
     assert row["messages"][0]["content"] == "translate\n\nein fuchs"
 
 
+@pytest.mark.parametrize("said", ["be brief", "", None])
+def test_what_the_system_says_comes_first(said: str | None) -> None:
+    from megacompile.cli.chat_rows import as_messages
+
+    turns = [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "a fox."}]
+    (row,) = as_messages(datasets.Dataset.from_list([{"system": said, "conversations": turns}]))
+    roles = ["user", "assistant"]
+    assert [turn["role"] for turn in row["messages"]] == (["system", *roles] if said else roles)
+    assert not said or row["messages"][0]["content"] == said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

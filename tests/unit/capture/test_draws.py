@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import CaptureError
+from megacompile.blocks.partition import partition
+from megacompile.capture.batch import read_batch
+from megacompile.capture.parameter_forms import parameter_forms
+from megacompile.capture.trace import capture
 from megacompile.kernels.uniform import uniform_op
 from tests.support.draws import OurDraws
 from tests.support.models import Through
@@ -159,11 +163,21 @@ def test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code(
         model, "1GB", optimizer=torch.optim.AdamW(model.parameters(), lr=0.0), compute_dtype=torch.float32
     )
     batch = torch.rand(4, 6, 16)
-    losses = [float(program.train_step(b).loss) for b in (batch, batch, [(batch,), (batch,)])]
-    assert len(set(losses)) == 3
+    steps = [program.train_step(b) for b in (batch, batch, [(batch,), (batch,)])]
+    by_hand = [program.forward_backward(batch) for _ in range(2)]
+    losses = [float(loss) for out in (*steps, *by_hand) for loss in out.losses]
+    assert len(set(losses)) == len(losses) == 6
     layers = [b.template for b in program._session.scheduled().compiled.part.blocks if "layers" in b.name]
     assert len(set(layers[1:])) == 1, layers
     program.close()
+
+
+def test_equal_layers_share_their_code_beside_dropout() -> None:
+    model = Variational()
+    one = read_batch(torch.rand(4, 6, 16), model)
+    part = partition(capture(model, one.args, one.kwargs, forms=parameter_forms(model, torch.float32)))
+    layers = [b.template for b in part.blocks if "layers" in b.name]
+    assert len(set(layers[1:])) == 1, layers
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,14 @@ def constant(out: Any, batch: Any) -> Tensor:
     return batch["num_items_in_batch"].clone().requires_grad_()
 
 
+def pulled_without_a_value(out: Any, batch: Any) -> Tensor:
+    return mean(out, batch) + (out["logits"] - out["logits"].detach()).sum()
+
+
 COUNT = [
     over_all, padding_is_a_class, regularised, counting, of_ids, of_the_last, without_an_ignored_label,
-    by_place_from_the_end, dropped, pooled, read_without_gradient, of_scores, of_routers, constant,
+    by_place_from_the_end, dropped, pulled_without_a_value, pooled, read_without_gradient, of_scores,
+    of_routers, constant,
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.padding import reach
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.cli import answer_text, models, plan_command
+from megacompile.cli.alternatives import size_text
 from megacompile.cli.estimator import Study
 from megacompile.cli.largest_batch import Largest, _most, estimate_largest, largest
 from megacompile.cli.main import main
@@ -283,6 +284,11 @@ def test_a_larger_host_budget_says_what_it_is_for(plan: Callable[..., tuple[int,
     out = plan("--hbm-budget", "3MB", "--host-budget", "3MB")[1]
     assert "the least with which some plan fits" in out
     assert re.search(r"--host-budget .* more memory, as much as the plan below takes", out)
+
+
+@pytest.mark.parametrize("nbytes", [1, 10**8 - 1, 10**8, 10**8 + 1, 79_990_000_001])
+def test_a_budget_that_is_named_suffices(nbytes: int) -> None:
+    assert nbytes <= parse_bytes(size_text(nbytes), what="budget", available=1 << 60) < nbytes + 10**8
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:

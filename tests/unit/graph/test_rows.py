@@ -126,6 +126,16 @@ def test_the_host_gathers_what_the_batch_alone_decides(how: str, expected: int) 
     assert found(Reader(how), batch()) == (expected > 0, expected)
 
 
+@pytest.mark.parametrize("row", [None, 0, 3, -1])
+def test_the_row_of_padding_gets_no_gradient(row: int | None) -> None:
+    model = Reader()
+    model.table.padding_idx = None if row is None else row % VOCABULARY
+    one = read_batch(batch(), model)
+    graph = capture(model, one.args, one.kwargs, forms=parameter_forms(model, torch.float32))
+    (rows,) = tile(graph, tables(graph), gather=True).captured.rows.values()
+    assert rows.padding == (-1 if row is None else row % VOCABULARY)
+
+
 def test_a_batch_of_many_tokens_or_a_small_table_is_no_case_for_it() -> None:
     many = {n: t.repeat(1, 200) for n, t in batch().items()}
     assert found(Reader(), many) == (False, 0)

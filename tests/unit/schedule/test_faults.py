@@ -124,11 +124,15 @@ def test_wait_for_what_nothing_records() -> None:
     refuse(bad, WORK, "load", "('reload', 7, 0), which nothing records")
 
 
-def test_slot_of_a_group_that_is_still_there() -> None:
-    first, second = (IMMEDIATE.ops[find(IMMEDIATE, "prefetch", group=g)] for g in (0, 1))
-    index = find(IMMEDIATE, "prefetch", group=1)
-    bad = with_op(IMMEDIATE, index, second.with_(offset=first.offset + first.nbytes - 1))
-    refuse(bad, WORK, "prefetch of group 1", "slot that group 0 still holds")
+@pytest.mark.parametrize(("held", "group", "beyond"), [(0, 1, 999), (1, 3, -999)], ids=["end", "begin"])
+def test_slot_of_a_group_that_is_still_there(held: int, group: int, beyond: int) -> None:
+    """The last byte of the slot, or its first, by one that begins before it."""
+    first, index = (
+        IMMEDIATE.ops[find(IMMEDIATE, "prefetch", group=held)],
+        find(IMMEDIATE, "prefetch", group=group),
+    )
+    bad = with_op(IMMEDIATE, index, IMMEDIATE.ops[index].with_(offset=first.offset + beyond))
+    refuse(bad, WORK, f"prefetch of group {group}", f"slot that group {held} still holds")
 
 
 def test_slot_outside_the_slab() -> None:
