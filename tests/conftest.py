@@ -40,9 +40,8 @@ HERE = Path(__file__).parent
 ANEW = (
     "tests/unit/capture/",
     "tests/unit/blocks/",
-    "tests/e2e/test_bad_input.py",
-    "tests/e2e/test_between_steps.py",
-    "tests/e2e/test_calls.py",
+    "tests/e2e/test_calls.py::test_calls_of_several_threads_come_one_after_the_other",
+    "tests/e2e/test_calls.py::test_trains_as_ever_in_modes_of_torch",
     "tests/e2e/test_faults.py::test_models_are_captured_in_two_threads_at_once",
     "tests/e2e/test_plain_modules.py",
     "tests/e2e/test_program.py::test_dump_is_complete_and_deterministic",

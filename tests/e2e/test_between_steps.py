@@ -72,6 +72,7 @@ def nap(program: megacompile.Program, seconds: float = 0.3) -> None:
     runtime.device.submit("host", ("nap",), (), lambda: time.sleep(seconds))
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_clipping_forgets_the_norms_of_a_branch_that_is_left_out() -> None:
     program, trainer = pair(Branches, max_grad_norm=1.0)
     program.train_step(BOTH)
@@ -82,6 +83,7 @@ def test_clipping_forgets_the_norms_of_a_branch_that_is_left_out() -> None:
     program.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 @pytest.mark.parametrize("place", [{}, ON_HOST], ids=["device", "host"])
 @pytest.mark.parametrize(("by_hand", "clip"), [(False, 1.0), (True, 1.0), (True, None)])
 def test_gradients_of_every_kind_of_batch_are_applied(

@@ -39,6 +39,7 @@ MODES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("mode", MODES)
 def test_trains_as_ever_in_modes_of_torch(mode: str) -> None:
     batches = [batch_for("plain", i) for i in range(3)]
