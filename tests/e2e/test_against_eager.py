@@ -84,7 +84,7 @@ def test_immediate_updates_equal_eager(name: str) -> None:
         assert torch.equal(compiled.weights[weight], value), weight
 
 
-@pytest.mark.slow_cases(r"llama")
+@pytest.mark.slow_cases(r"(llama|gpt2)")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "plain"])
 def test_micro_batches_equal_eager_accumulation(name: str) -> None:
     steps = [[batch_for(name, 10 * s + m) for m in range(3)] for s in range(3)]

@@ -249,6 +249,7 @@ OUTSIDE = [
 ]
 
 
+@pytest.mark.slow_cases(r"(VeRA over \d bits|DoRA over a subclass)")
 @pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize(("make", "adapter"), OUTSIDE)
 def test_adapters_that_read_weights_train_as_over_decoded_ones(

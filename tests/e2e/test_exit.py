@@ -18,7 +18,7 @@ from torch import nn
 import megacompile
 from megacompile.state.masters import HostState
 
-LAYERS = 12
+LAYERS = 6
 update = HostState.update
 ending = threading.Event()
 
@@ -56,7 +56,7 @@ else:
 if sys.argv[1] == "raised":
     raise SystemExit(7)
 """
-LAYERS = 12
+LAYERS = 6
 
 
 def updates_of_a_process(way: str, code: int) -> int:

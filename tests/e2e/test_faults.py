@@ -80,7 +80,7 @@ def _with_state(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 
 
 def test_a_failing_micro_batch_keeps_the_gradients_gathered_before() -> None:
-    model = build("llama")
+    model = build("llama", layers=1)
     eager = copy.deepcopy(model)
     trainer = EagerTrainer(eager, torch.optim.AdamW(eager.parameters(), lr=1e-3))
     program = compiled(model)
@@ -119,8 +119,9 @@ def _broken(*args: Any) -> None:
     raise OSError("planted fault")
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_a_failing_micro_batch_of_one_step_leaves_none_of_its_gradients() -> None:
-    program = compiled(build("llama"))
+    program = compiled(build("llama", layers=1))
     batch = batch_for("llama")
     evil = {"input_ids": batch_for("llama", length=16)["input_ids"] + 1000}
     evil["labels"] = evil["input_ids"] - 1000
@@ -163,7 +164,7 @@ def test_models_are_captured_in_two_threads_at_once() -> None:
     expected = {}
     found: dict[int, float] = {}
     for seed in (0, 1):
-        program = compiled(build("gpt2-dropout", seed))
+        program = compiled(build("gpt2-dropout", seed, layers=2))
         expected[seed] = float(program.train_step(batch_for("gpt2-dropout")).loss)
         program.close()
 
@@ -172,7 +173,7 @@ def test_models_are_captured_in_two_threads_at_once() -> None:
         found[seed] = float(program.train_step(batch_for("gpt2-dropout")).loss)
         program.close()
 
-    threads = [threading.Thread(target=work, args=(s, build("gpt2-dropout", s))) for s in (0, 1)]
+    threads = [threading.Thread(target=work, args=(s, build("gpt2-dropout", s, layers=2))) for s in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -190,6 +191,7 @@ def make(width=32):
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_close() -> None:
     done = run_script(
         PRELUDE + "p = make()\nfor _ in range(3): p.train_step(batch_for('plain'))\nprint('over')"
@@ -198,6 +200,7 @@ def test_a_process_ends_without_close() -> None:
     assert done.stdout == "over\n"
 
 
+@pytest.mark.slow
 def test_an_exception_ends_a_process_with_a_program() -> None:
     done = run_script(PRELUDE + "p = make()\np.train_step(batch_for('plain'))\nraise SystemExit(7)")
     assert done.returncode == 7, done.stderr

@@ -211,6 +211,7 @@ def test_the_values_of_the_first_step_decide() -> None:
     program.close()
 
 
+@pytest.mark.slow_cases(r"dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_are_read_from_files_and_written_again(dtype: torch.dtype, tmp_path: Path) -> None:
     """All but the last parameter, which alone the optimizer holds."""

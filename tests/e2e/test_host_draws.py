@@ -141,6 +141,7 @@ def test_trains_as_a_plain_loop_that_is_seeded_before_each_forward(name: str) ->
 RESUMED = {"masked": masked, "fresh": lambda m, x: m.linear(x) * torch.from_numpy(m.fresh())}
 
 
+@pytest.mark.slow_cases(r"masked")
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_draws_on_and_another_seed_draws_others(name: str, tmp_path: Path) -> None:
     def run(program: Program, steps: int) -> list[Tensor]:
@@ -233,7 +234,7 @@ def hubert() -> tuple[nn.Module, list[Any]]:
 
 def whisper() -> tuple[nn.Module, list[Any]]:
     config = transformers.WhisperConfig(
-        vocab_size=32, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1,
+        vocab_size=32, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
         max_source_positions=20, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, dropout=0.0, **AUGMENTED,
@@ -242,7 +243,7 @@ def whisper() -> tuple[nn.Module, list[Any]]:
     return transformers.WhisperForConditionalGeneration(config), given
 
 
-@pytest.mark.slow_cases(r"wav2vec2")
+@pytest.mark.slow_cases(r"(wav2vec2|hubert)")
 @pytest.mark.filterwarnings("ignore:The loss of Wav2Vec2ForCTC cannot be traced")
 @pytest.mark.parametrize("make", [wav2vec2, hubert, whisper])
 def test_spec_augment(make: Callable[[], tuple[nn.Module, list[Any]]]) -> None:
