@@ -51,8 +51,8 @@ class Classifier(nn.Module):
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-        self.layers = nn.Sequential(Residual(4, 4), Residual(4, 8, 2), Residual(8, 16, 2))
-        self.head = nn.Linear(16, 10)
+        self.layers = nn.Sequential(Residual(4, 4), Residual(4, 8, 2))
+        self.head = nn.Linear(8, 10)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.momentum = momentum

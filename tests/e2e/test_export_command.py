@@ -24,7 +24,7 @@ STEPS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "eval_strate
 
 def trained(folder: Path, name: str = "llama", **given: Any) -> dict[str, torch.Tensor]:
     """The values after one step, of which the folder has a checkpoint."""
-    given = {"make": lambda: build(name)} | given
+    given = {"make": lambda: build(name, layers=1)} | given
     one = trainer(Trainer, folder, of_trainer={"processing_class": tokenizer()}, **STEPS | given)
     one.train()
     values: dict[str, torch.Tensor] = one.program.state_dict()
@@ -110,7 +110,7 @@ def flip(folder: Path) -> None:
         (lambda c: edit(c / "program" / "checkpoint.json", version=99), "version 99; this"),
         (truncate, "bytes long instead of"),
         (flip, "is damaged: the checksum of"),
-        (lambda c: edit(c / "config.json", num_hidden_layers=1), "of another model: only the checkpoint has"),
+        (lambda c: edit(c / "config.json", num_hidden_layers=0), "of another model: only the checkpoint has"),
         (lambda c: (c / "config.json").unlink(), "has no config.json"),
     ],
     ids=["foreign", "unfinished", "newer", "truncated", "damaged", "another model", "no config"],

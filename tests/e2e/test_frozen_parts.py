@@ -68,7 +68,7 @@ def compiled(model: nn.Module, budget: str = "1MB") -> megacompile.Program:
     )
 
 
-STEPS: list[Any] = [batch(0), batch(1), [batch(2), batch(3)], batch(4, 12), batch(5)]
+STEPS: list[Any] = [batch(0), batch(1), [batch(2), batch(3)], batch(5, 12)]
 
 
 @pytest.mark.slow_cases(r"ample")

@@ -89,6 +89,7 @@ def tokens(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 @pytest.mark.slow_cases(r"(shifted|None)")
 @pytest.mark.parametrize(("loss_fn", "outside"), [(None, False), (shifted, False), (regularised, True)])
 def test_an_epoch_of_random_lengths_needs_few_programs(
@@ -96,8 +97,8 @@ def test_an_epoch_of_random_lengths_needs_few_programs(
 ) -> None:
     pair = Pair(loss_fn, outside=outside)
     for _ in range(8):
-        pair.step([tokens(length) for length in torch.randint(5, 65, (4,)).tolist()])
-    assert pair.programs <= 4
+        pair.step([tokens(length) for length in torch.randint(5, 49, (4,)).tolist()])
+    assert pair.programs <= 3
     pair.close()
 
 
@@ -105,13 +106,14 @@ def test_lengths_of_a_loss_that_counts_padding_are_programs_of_their_own() -> No
     pair = Pair(regularised)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for length in (13, 11, 12, 13):
+        for length in (13, 11, 13):
             pair.step([tokens(length)])
-    assert pair.programs == 3
+    assert pair.programs == 2
     assert sum("loss_fn is not known to ignore padding" in str(w.message) for w in told) == 1
     pair.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_outputs_without_an_axis_of_positions_are_not_padded_for_a_loss_outside() -> None:
     """Attention's shares have two of them."""
     pair = Pair(shifted, outside=True)
@@ -133,6 +135,7 @@ def test_micro_batches_with_and_without_padding_of_their_own_are_one_program() -
     pair.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_a_length_gets_a_program_once_its_padding_has_cost_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,6 +164,7 @@ def test_what_compiling_takes_grows_with_the_blocks() -> None:
     pair.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
     pair = Pair()
     pair.step([tokens(length) for length in (5, 6, 7, 8, 5, 64)])
@@ -169,7 +173,7 @@ def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
     pair.close()
 
 
-LENGTHS = (13, 31, 9, 22, 40, 5)
+LENGTHS = (13, 31, 9, 30, 16)
 
 
 def scores(outputs: Any, batch: Any) -> dict[str, Tensor]:
@@ -212,13 +216,13 @@ def test_predictions_of_many_lengths_need_few_programs(function: Callable[..., A
     pair = Pair()
     pair.program.prepare(tokens(8))
     assert_predicts(pair, function, LENGTHS, output_hidden_states=function is None)
-    assert pair.programs <= 1 + 4
+    assert pair.programs <= 1 + 2
     pair.program.close()
 
 
 def test_predictions_that_cannot_be_cut_are_programs_of_their_own() -> None:
     pair = Pair()
     pair.program.prepare(tokens(8))
-    assert_predicts(pair, reversed_by_index, LENGTHS[:3])
-    assert pair.programs == 1 + 3
+    assert_predicts(pair, reversed_by_index, (13, 11))
+    assert pair.programs == 1 + 2
     pair.program.close()

@@ -24,13 +24,13 @@ def model_of(kind: str, vocabulary: int = VOCABULARY) -> nn.Module:
     if kind == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH,
+                vocab_size=vocabulary, n_embd=32, n_layer=1, n_head=4, n_positions=LENGTH,
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
             )
         )  # fmt: skip
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary, hidden_size=32, intermediate_size=256, num_hidden_layers=2,
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=256, num_hidden_layers=1,
             num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         )
     )  # fmt: skip

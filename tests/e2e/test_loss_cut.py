@@ -29,7 +29,7 @@ from megacompile.runtime.step_results import NonFiniteError
 
 def yolos() -> nn.Module:
     config = YolosConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=[32, 32],
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=[32, 32],
         patch_size=8, num_detection_tokens=4, num_labels=3, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def detection(seed: int) -> dict[str, Any]:
 
 def speech() -> nn.Module:
     config = Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=8,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=8,
         conv_dim=[8, 8], conv_stride=[5, 4], conv_kernel=[10, 4], num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0, hidden_dropout=0.0,
         attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +37,12 @@ def qwen3() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, layers: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64,
+            vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
             bos_token_id=1, eos_token_id=2,
         )
@@ -91,7 +92,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "qwen3": qwen3,
     "gpt2": gpt2,
-    "gpt2-dropout": lambda: gpt2(0.1),
+    "gpt2-dropout": functools.partial(gpt2, 0.1),
     "gemma3": gemma3,
     "plain": Plain,
 }
