@@ -1,11 +1,10 @@
 """Which inputs the interpreted tests give to which operator: watched while they run, not listed by hand.
 
-``watch`` records every call of an operator and of the two launchers of attention; ``write`` leaves a
-process's record as JSON where ``MEGACOMPILE_SEEN`` names a folder. ``test_interpreted.py`` puts the
+From its import on, every call of an operator and of the two launchers of attention is recorded; ``write``
+leaves a process's record as JSON where ``MEGACOMPILE_SEEN`` names a folder. ``test_interpreted.py`` puts the
 records of all processes together and looks for holes.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._library.custom_ops import OPDEFS
 
 from megacompile.kernels import attention, dropout
 
@@ -52,18 +51,6 @@ def record(name: str, arguments: Any) -> None:
     _seen[name].update(properties(flat))
 
 
-class _Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "megacompile":
-            record(func._schema.name.split("::")[1], [*args, *(kwargs or {}).values()])
-        return func(*args, **(kwargs or {}))
-
-
-def watch() -> contextlib.AbstractContextManager[Any]:
-    """Within, calls of operators are recorded."""
-    return _Watch()
-
-
 def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +66,11 @@ for module, name in (
     (dropout, "dropout"),
 ):
     setattr(module, name, _recorded(name, getattr(module, name)))
+for name, operator in OPDEFS.items():
+    if name.startswith("megacompile::"):  # where it runs: a dispatch mode would look at all of torch's, too
+        implementations = operator._backend_fns
+        for device, implementation in implementations.items():
+            implementations[device] = _recorded(name.split("::")[1], implementation)
 
 
 def write() -> None:

@@ -116,17 +116,22 @@ def test_cross_entropy(last):
 
 
 def far_apart(x, dim):
-    """Equal values, whose indices of ``dim`` lie 2**30 elements apart."""
+    """Equal values, whose indices of ``dim`` lie 2**30 elements apart; the last of three lies at 2**31."""
     strides = [1 << 30 if d == dim else s for d, s in enumerate(x.stride())]
     far = torch.empty((x.shape[dim] << 30) + x.numel(), dtype=x.dtype).as_strided(x.shape, strides)
     return far.copy_(x)
 
 
+def far_shape(dim):
+    """Three sizes, of which that of ``dim`` suffices for ``far_apart``."""
+    return [3 if d == dim else 1 + (d == 1) for d in range(3)]
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_attention(lazy, dim):
-    """[B, H, S, D] with contiguous heads: the third head of a long sequence."""
+    """[B, H, S, D] with contiguous heads: the third row or head of a long sequence."""
     torch.manual_seed(1)
-    q, k, v = torch.randn(3, 4, 4, 20, 16, dtype=LOW[0])
+    q, k, v = torch.randn(3, *[3 if d == dim else 1 for d in range(2)], 20, 16, dtype=LOW[0])
     rule = Rule(0.2)
     grad, out, lse = q.flip(0), *forward_reference(q, k, v, rule)
     ours = attention.forward_triton(*(far_apart(x, dim) for x in (q, k, v)), rule)
@@ -140,7 +145,7 @@ def test_attention(lazy, dim):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_rope(lazy, dim):
     torch.manual_seed(1)
-    x = far_apart(torch.randn([4 if d == dim else 2 for d in range(3)] + [8], dtype=LOW[0]), dim)
+    x = far_apart(torch.randn(*far_shape(dim), 8, dtype=LOW[0]), dim)
     cos, sin = torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
     expected = rope.rope_reference(x.contiguous(), cos, sin, False, False, torch.empty(x.shape).half())
     rope.rope_triton(x, cos, sin, False, False, x)
@@ -150,7 +155,7 @@ def test_rope(lazy, dim):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_qk_norm_rope(lazy, dim):
     torch.manual_seed(1)
-    x, grad = torch.randn(2, *[4 if d == dim else 2 for d in range(3)], 8, dtype=LOW[0])
+    x, grad = torch.randn(2, *far_shape(dim), 8, dtype=LOW[0])
     given = torch.ones(8), *torch.randn(2, 1, 1, x.shape[2], 8, dtype=LOW[0])
     far = far_apart(x, dim)
     y, rstd = qk_norm_rope.qk_norm_rope_triton(far, *given, 1e-6, 0.0)
@@ -164,7 +169,7 @@ def test_qk_norm_rope(lazy, dim):
 def test_gated_delta_rule(lazy, dim):
     """[B, T, H, D], and gates without D."""
     torch.manual_seed(1)
-    q, k, v, grad = torch.randn(4, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    q, k, v, grad = torch.randn(4, *far_shape(dim), 16, dtype=LOW[0])
     gates = [x.half() for x in (-torch.rand(v.shape[:3]), torch.rand(v.shape[:3]))]
     far, near = (
         RuleInputs(*(far_apart(x, dim) for x in (q, k, v, *gates)), True),
@@ -201,7 +206,7 @@ def test_gated_delta_rule_of_many_heads(last):
 def test_mamba2_chunk_scan(lazy, dim):
     """[B, T, H, P], steps without P."""
     torch.manual_seed(1)
-    x, B, C, grad = torch.randn(4, *[4 if d == dim else 2 for d in range(3)], 16, dtype=LOW[0])
+    x, B, C, grad = torch.randn(4, *far_shape(dim), 16, dtype=LOW[0])
     dt, A, D = torch.rand(x.shape[:3]).half(), -torch.rand(x.shape[2]), torch.rand(x.shape[2])
     far = [far_apart(t, dim) for t in (x, dt, B, C)]
     far, near = ScanInputs(*far[:2], A, *far[2:], D), ScanInputs(x, dt, A, B, C, D)

@@ -31,7 +31,7 @@ def tables(tokens, rotary, batch=1, interleaved=False):
 @pytest.mark.slow_cases(r"shape[02]-\S*dtype|.*dtype([01]-True|2-False)")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape,rotary", [((2, 3, 17, 64), 64), ((1, 3, 67, 41), 18), ((2, 2, 9, 96), 96)])
+@pytest.mark.parametrize("shape,rotary", [((2, 3, 17, 64), 64), ((1, 3, 21, 41), 18), ((2, 2, 9, 96), 96)])
 def test_forward_and_backward(shape, rotary, dtype, interleaved):
     torch.manual_seed(1)
     cos, sin = tables(shape[2], rotary, shape[0], interleaved)
