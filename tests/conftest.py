@@ -38,7 +38,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 HERE = Path(__file__).parent
 ANEW = (
-    "tests/unit/capture/",
+    *(
+        f"tests/unit/capture/test_{name}.py"
+        for name in (
+            *("calls", "draws", "effects", "functional", "layouts", "loss", "patching"),
+            *("repeated_layers", "rotary", "snapshot", "substitute"),
+        )
+    ),
     "tests/unit/blocks/",
     "tests/e2e/test_calls.py::test_calls_of_several_threads_come_one_after_the_other",
     "tests/e2e/test_calls.py::test_trains_as_ever_in_modes_of_torch",

@@ -89,7 +89,7 @@ def evaluated(model: nn.Module) -> megacompile.Program:
     )
 
 
-@pytest.mark.slow_cases(r"(llama|gemma2-(none|ones, bool|padding|4D))")
+@pytest.mark.slow_cases(r"(gemma2|llama-(none|ones, bool|padding|4D))")
 @pytest.mark.filterwarnings("ignore:position_ids start again")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
