@@ -7,6 +7,7 @@ that.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -96,21 +97,53 @@ MODES = [
     Mode("evaluate"),
 ]
 modes = st.sampled_from(MODES)
-sizes = st.integers(1, 2000)
-costs = st.integers(0, 5000)
+# Each is made once: making and checking strategies anew took half the time of the tests that draw from them.
+integers = functools.cache(st.integers)
+booleans = st.booleans()
+sizes = integers(1, 2000)
+costs = integers(0, 5000)
+saved_bytes = st.one_of(st.just(0), sizes)
+sides = st.tuples(integers(1, 20), integers(20, 40))
+
+
+@functools.cache
+def some_of(numbers: tuple[int, ...], most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.sampled_from(numbers), unique=True, max_size=most)
+
+
+@functools.cache
+def some_below(count: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, count - 1), unique=True, max_size=most)
+
+
+block_plans = st.builds(
+    BlockPlan,
+    checkpoint=st.sampled_from(["all", "some", "attention", "none", "least"]),
+    saved_on=st.sampled_from(["device", "host", "nvme"]),
+    reload=integers(0, 1),
+)
+group_plans, matrix_plans = (
+    st.builds(
+        GroupPlan,
+        residency=st.sampled_from(["stream", "micro", "step"]),
+        prefetch_depth=integers(0, 4),
+        state=st.sampled_from(["host", "host", "nvme", "nvme-all", *more]),
+        update=st.sampled_from(["immediate", "deferred"]),
+    )
+    for more in (["device"], [])
+)
+orders = st.sampled_from(["depth", "breadth"])
 
 
 @st.composite
 def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
     """Any dataflow that a partition may produce: skips, shared and frozen groups, detached uses."""
-    count = draw(st.integers(1, max_blocks))
+    count = draw(integers(1, max_blocks))
     groups = [
-        GroupWork(
-            f"group.{g}", draw(sizes), draw(sizes), draw(st.integers(0, 3)) > 0, draw(sizes), draw(sizes)
-        )
-        for g in range(draw(st.integers(1, count + 1)))
+        GroupWork(f"group.{g}", draw(sizes), draw(sizes), draw(integers(0, 3)) > 0, draw(sizes), draw(sizes))
+        for g in range(draw(integers(1, count + 1)))
     ]
-    values = [ValueWork(draw(sizes), False, True) for _ in range(draw(st.integers(1, 2)))]
+    values = [ValueWork(draw(sizes), False, True) for _ in range(draw(integers(1, 2)))]
     blocks = []
     for index in range(count):
         blocks.append(_block(draw, index, last=index == count - 1, values=values, groups=groups))
@@ -119,20 +152,19 @@ def workloads(draw: st.DrawFn, max_blocks: int = 5) -> Workload:
         tuple(values),
         tuple(groups),
         loss=len(values) - 1,
-        constant_bytes=draw(st.integers(0, 100)),
+        constant_bytes=draw(integers(0, 100)),
     )
 
 
 @st.composite
 def with_matrices(draw: st.DrawFn, work: Workload) -> Workload:
     """A workload of which Muon updates matrices of some groups."""
-    groups = (_with_matrices(draw, g) if g.trainable and draw(st.booleans()) else g for g in work.groups)
+    groups = (_with_matrices(draw, g) if g.trainable and draw(booleans) else g for g in work.groups)
     return replace(work, groups=tuple(groups))
 
 
 def _with_matrices(draw: st.DrawFn, group: GroupWork) -> GroupWork:
     """The group with some matrices that Muon updates."""
-    sides = st.tuples(st.integers(1, 20), st.integers(20, 40))
     matrices = MatrixUpdates(tuple(draw(st.lists(sides, min_size=1, max_size=3))), 5, draw(sizes))
     return replace(group, update_moved=matrices.momentum_bytes + draw(sizes), matrices=matrices)
 
@@ -140,24 +172,24 @@ def _with_matrices(draw: st.DrawFn, group: GroupWork) -> GroupWork:
 def _block(
     draw: st.DrawFn, index: int, *, last: bool, values: list[ValueWork], groups: list[GroupWork]
 ) -> BlockWork:
-    older = draw(st.lists(st.integers(0, len(values) - 1), unique=True, max_size=2))
+    older = draw(some_below(len(values), 2))
     reads = tuple(dict.fromkeys([len(values) - 1, *older]))
-    uses = draw(st.lists(st.integers(0, len(groups) - 1), unique=True, max_size=3))
-    given = tuple(g for g in uses if groups[g].trainable and draw(st.integers(0, 4)) > 0)
+    uses = draw(some_below(len(groups), 3))
+    given = tuple(g for g in uses if groups[g].trainable and draw(integers(0, 4)) > 0)
     grads = tuple(v for v in reads if values[v].requires_grad)
     trained = bool(given or grads)
-    outputs = tuple(range(len(values), len(values) + (1 if last else draw(st.integers(1, 2)))))
+    outputs = tuple(range(len(values), len(values) + (1 if last else draw(integers(1, 2)))))
     for _ in outputs:
         values.append(ValueWork(LOSS_BYTES if last else draw(sizes), trained))
     tangents = () if last or not trained else outputs
     weights = {g: draw(sizes) for g in given}
-    subset = st.lists(st.sampled_from(sorted({*reads, *outputs})), unique=True, max_size=2)
+    subset = some_of(tuple(sorted({*reads, *outputs})), 2)
     shape = _Shape(
         draw=draw,
         reads=reads,
         uses=tuple(uses),
         back_reads=tuple(draw(subset)),
-        back_uses=tuple(g for g in uses if draw(st.booleans())),
+        back_uses=tuple(g for g in uses if draw(booleans)),
         out=sum(values[v].nbytes for v in outputs),
         gained=sum(values[v].nbytes for v in grads) + sum(weights.values()),
         given=sum(values[v].nbytes for v in tangents) + LOSS_BYTES * (last and trained),
@@ -202,50 +234,33 @@ class _Shape:
         found = []
         for keep, again in (("all", "none"), ("some", "least")):
             if keep == "some":
-                if self.draw(st.booleans()):
+                if self.draw(booleans):
                     break
                 extra = self.draw(costs)
-            saved = self.draw(st.one_of(st.just(0), sizes))
+            saved = self.draw(saved_bytes)
             end = self.gained - self.given - saved
             back = self.call(self.back_reads, self.back_uses, end, backward + extra)
             full = self.call(self.reads, self.uses, self.out + saved, forward)
             found.append(CheckpointPolicy(keep, full, None, back, saved))
-            free = saved == 0 and self.draw(st.booleans())
+            free = saved == 0 and self.draw(booleans)
             recompute = None if free else self.call(self.reads, self.uses, saved, self.draw(costs))
             found.append(CheckpointPolicy(again, plain, recompute, back, saved))
         return tuple(found)
 
     def call(self, reads: tuple[int, ...], uses: tuple[int, ...], end: int, work: int) -> Call:
-        return Call(reads, uses, max(0, end) + self.draw(st.integers(0, 500)), end, work, work)
+        return Call(reads, uses, max(0, end) + self.draw(integers(0, 500)), end, work, work)
 
 
 @st.composite
 def plans(draw: st.DrawFn, work: Workload) -> Plan:
     """Any plan for a workload, sensible or not."""
-    block = st.builds(
-        BlockPlan,
-        checkpoint=st.sampled_from(["all", "some", "attention", "none", "least"]),
-        saved_on=st.sampled_from(["device", "host", "nvme"]),
-        reload=st.integers(0, 1),
-    )
-
-    def group(work: GroupWork) -> st.SearchStrategy[GroupPlan]:
-        states = ["host", "host", "nvme", "nvme-all", *([] if work.matrices else ["device"])]
-        return st.builds(
-            GroupPlan,
-            residency=st.sampled_from(["stream", "micro", "step"]),
-            prefetch_depth=st.integers(0, 4),
-            state=st.sampled_from(states),
-            update=st.sampled_from(["immediate", "deferred"]),
-        )
-
     return Plan(
-        blocks=tuple(draw(block) for _ in work.blocks),
-        groups=tuple(draw(group(g)) for g in work.groups),
-        order=draw(st.sampled_from(["depth", "breadth"])),
-        grad_lag=draw(st.integers(0, 3)),
-        ring=draw(st.integers(1, 3)),
-        window=draw(st.integers(1, 3)),
+        blocks=tuple(draw(block_plans) for _ in work.blocks),
+        groups=tuple(draw(matrix_plans if g.matrices else group_plans) for g in work.groups),
+        order=draw(orders),
+        grad_lag=draw(integers(0, 3)),
+        ring=draw(integers(1, 3)),
+        window=draw(integers(1, 3)),
     )
 
 
@@ -267,14 +282,15 @@ def scheduled(
 
 
 rates = st.integers(1, 1000).map(float)
+delays = st.sampled_from([0.0, 1.0])
 
 
 @st.composite
 def machines(draw: st.DrawFn, *, shared_cores: bool = False) -> Machine:
     return Machine(
         "made up", draw(rates), draw(rates), draw(rates), draw(rates), draw(rates),
-        launch_seconds=draw(st.sampled_from([0.0, 1.0])),
-        copy_seconds=draw(st.sampled_from([0.0, 1.0])),
+        launch_seconds=draw(delays),
+        copy_seconds=draw(delays),
         shared_cores=shared_cores,
         nvme_read_bandwidth=draw(rates),
         nvme_write_bandwidth=draw(rates),
