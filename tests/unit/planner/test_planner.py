@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,13 +73,19 @@ def uniform_plans(work: Workload, mode: Mode) -> list[Plan]:
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def uniform_steps(work: Workload, mode: Mode) -> list[Step]:
+    """The steps of these plans, which a problem and its test ask for."""
+    return [lower(work, plan, mode) for plan in uniform_plans(work, mode)]
+
+
 def takes(step: Step, machine: Machine) -> float:
     return simulate(step, machine).step_seconds
 
 
 def budgets(work: Workload, mode: Mode) -> tuple[int, int]:
     """A budget that something fits in, and one that everything does."""
-    peaks = [peak_bytes(lower(work, plan, mode)) for plan in uniform_plans(work, mode)]
+    peaks = [peak_bytes(step) for step in uniform_steps(work, mode)]
     return min(peaks), max(peaks)
 
 
@@ -130,8 +137,7 @@ def test_of_equal_blocks_the_least_budget_is_least(mode: Mode) -> None:
 def test_no_uniform_plan_that_fits_is_faster(problem: tuple[Workload, Mode, Machine, int]) -> None:
     work, mode, machine, budget = problem
     found = search(*problem)
-    for plan in uniform_plans(work, mode):
-        step = lower(work, plan, mode)
+    for plan, step in zip(uniform_plans(work, mode), uniform_steps(work, mode), strict=True):
         if peak_bytes(step) <= budget:
             seconds = takes(step, machine)
             assert found.timeline.step_seconds <= seconds * (1 + 1e-6), plan
