@@ -37,6 +37,7 @@ _KNOWN = (
     "megacompile.graph.forward_outputs.",
     "megacompile.api.generate.",
     "megacompile.integrations.",
+    "megacompile.cli.gpu_doctor.",
 )
 _OF_PLAIN_DATA = (
     "transformers.",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megacompile.api.frontend import Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks import block_functions, joint_graph
-from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.joint_graph import trace_joint
 from megacompile.blocks.partition import Template
+from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
 from tests.support.models import batch_for, build
 from tests.support.zoo import cases
@@ -31,7 +33,7 @@ class Bags(nn.Module):
         return nn.functional.mse_loss(first.tanh(), second.expand_as(first))
 
 
-def templates(kind: str) -> tuple[DifferentiatedTemplate, ...]:
+def compiled_of(kind: str) -> Compiled:
     torch.manual_seed(0)
     kind, _, fused = kind.partition(" ")
     if kind == "LSTM":  # some of its views are traced as copies
@@ -42,16 +44,18 @@ def templates(kind: str) -> tuple[DifferentiatedTemplate, ...]:
     else:
         model, given = build(kind), batch_for(kind, 1)
     frontend = Frontend(model, torch.float32, kernels=bool(fused))
-    return frontend.build(read_batch(given, model), {}, evaluate=False).templates
+    return frontend.build(read_batch(given, model), {}, evaluate=False)
 
 
 @pytest.mark.parametrize("kind", ["bags", "llama fused", "gpt2", "LSTM"])
 def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(block_functions, "_measure", None)
-        walked = templates(kind)
+        compiled = compiled_of(kind)
     monkeypatch.setattr(block_functions, "held_bytes", lambda *_: None)
-    assert walked == templates(kind)
+    walked, mode = compiled.templates, compiled.fused.fake_mode
+    measured = (differentiate(template, mode) for template in compiled.part.templates)
+    assert list(walked) == [replace(m, index=w.index) for m, w in zip(measured, walked, strict=True)]
 
 
 def test_all_of_a_trace_is_of_one_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +67,7 @@ def test_all_of_a_trace_is_of_one_fake_mode(monkeypatch: pytest.MonkeyPatch) -> 
         return traced[-1][0]
 
     monkeypatch.setattr(joint_graph, "trace_joint", trace)
-    templates("bags")
+    compiled_of("bags")
     assert any(n.target is torch.ops.aten.arange.default for graph, _ in traced for n in graph.nodes)
     for graph, mode in traced:
         values = [n.meta.get("val") for n in graph.nodes]

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from megacompile.api.frontend import Frontend
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks import chunk_loops, chunk_roles, chunk_stages, joint_graph, loop_check, policies
 from megacompile.blocks.chunk_roles import length_of, two_lengths
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
@@ -29,16 +29,20 @@ LENGTH = 60  # no other size of the small models
 
 
 @functools.cache
+def compiled_of(kind: str, dtype: torch.dtype, length: int) -> Compiled:
+    """A small model's stages before the plan; "fused" kinds have fused kernels."""
+    kind, _, fused = kind.partition(" ")
+    model = build(kind)
+    batch = read_batch(batch_for(kind, size=1, length=length), model)
+    return Frontend(model, dtype, kernels=bool(fused)).build(batch, {}, evaluate=False)
+
+
+@functools.cache
 def traced(
     kind: str, block: int, dtype: torch.dtype = torch.float32, length: int = LENGTH
 ) -> tuple[Template, Joint, Any]:
-    """A template of a small model and its joint graph, its sequence's dimensions noted; "fused" kinds have
-    fused kernels."""
-    kind, _, fused = kind.partition(" ")
-    model = build(kind)
-    frontend = Frontend(model, dtype, kernels=bool(fused))
-    batch = read_batch(batch_for(kind, size=1, length=length), model)
-    compiled = frontend.build(batch, {}, evaluate=False)
+    """A template of a small model and its joint graph, its sequence's dimensions noted."""
+    compiled = compiled_of(kind, dtype, length)
     template, mode = compiled.part.templates[block], compiled.fused.fake_mode
     assert length_of(template) == length
     pairs, reason = two_lengths(template, mode, (24, 26))
