@@ -247,7 +247,7 @@ TRAINED: dict[str, Forward] = {
 }
 
 
-@pytest.mark.slow_cases(r"func\.jvp")
+@pytest.mark.slow_cases(r"(func\.jvp|rfft)")
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_stands_beside_them_trains_as_in_eager(name: str) -> None:
     torch.manual_seed(0)

@@ -81,6 +81,7 @@ def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> megacom
     )
 
 
+@pytest.mark.slow_cases(r"Predicts-\S+-batch(2|4|9)-")
 @pytest.mark.parametrize(
     ("model", "loss_fn", "batch", "plain"),
     [

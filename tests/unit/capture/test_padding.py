@@ -53,7 +53,7 @@ def lfm2() -> nn.Module:
     return Lfm2ForCausalLM(config).train()
 
 
-@pytest.mark.slow_cases(r"(convbert|bert|fnet|lfm2)")
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "lengths"), [(fnet, 3), (convbert, 3), (bert, 2), (llama, 2), (lfm2, 2)])
 def test_padded_only_where_the_model_does_not_see_it(make: Any, lengths: int) -> None:
     torch.manual_seed(0)

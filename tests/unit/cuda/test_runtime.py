@@ -91,7 +91,7 @@ def test_buffers_that_a_forward_changes_are_the_model_s_after_each_step(gpu: Fak
 def test_where_nothing_is_page_locked_copies_pass_through_buffers(
     gpu: FakeCuda, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [batch_for(name, i, size=4) for i in range(3)]
+    batches = [batch_for(name, i) for i in range(3)]
     expected, state = train(name, "cpu", batches, **options)
     monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = True
@@ -106,7 +106,7 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
 def test_no_copy_crosses_from_one_page_locked_piece_to_another(
     gpu: FakeCuda, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [batch_for("gpt2", i, size=4) for i in range(3)]
+    batches = [batch_for("gpt2", i) for i in range(3)]
     expected, state = train("gpt2", "cpu", batches, max_grad_norm=0.5, compute_dtype=torch.bfloat16)
     monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.piece_bytes, gpu.half = 6001, half
@@ -119,11 +119,12 @@ def test_no_copy_crosses_from_one_page_locked_piece_to_another(
     assert ("pass through buffers" in str(memory)) and gpu._borders
 
 
+@pytest.mark.slow_cases(r"True")
 @pytest.mark.parametrize("refuses", [False, True])
 def test_offloads_go_to_nvme_when_they_have_landed(
     gpu: FakeCuda, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [batch_for("gpt2", i, size=4) for i in range(3)]
+    batches = [batch_for("gpt2", i) for i in range(3)]
     expected, state = train("gpt2", "cpu", batches)
     planner = program(build("gpt2"), "cpu")
     planner.train_step(batches[0])
@@ -226,6 +227,7 @@ def moving(gpu: FakeCuda) -> tuple[list[float], list[float], set[int]]:
     return losses[0], losses[1], counts
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_waiting_gradients_move_with_the_state(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that moves is issued on the compute stream, with nothing under way."""
     streams = []
@@ -242,6 +244,7 @@ def test_waiting_gradients_move_with_the_state(gpu: FakeCuda, monkeypatch: pytes
     assert streams and all(stream in gpu.computes for stream in streams)
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_the_proof_finds_a_move_that_waits_for_nothing(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

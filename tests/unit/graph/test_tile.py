@@ -431,6 +431,7 @@ def test_sums_in_fp32_are_within_the_predicted_peak(widths: tuple[int, int]) -> 
     program.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_a_batch_that_needs_finer_cuts_than_the_first_says_so() -> None:
     model = vocabulary(65536, 32, tied=False)
     program = start(model, "30MB", tokens(65536), torch.float32)
@@ -481,6 +482,7 @@ def gpt2(inner: int) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**shape, **drop, bos_token_id=1, eos_token_id=2)).train()
 
 
+@pytest.mark.slow
 def test_gpt2s_transposed_layers_train_in_pieces_of_their_inputs() -> None:
     model, batch = gpt2(8192), tokens(96)
     layer, plain = model.transformer.h[0].mlp.c_fc.weight, copy.deepcopy(model)

@@ -55,7 +55,7 @@ def test_a_tensor_without_elements_is_asked_for_by_nobody() -> None:
     assert requests and len(requests) == 2 * len({number for number, _ in requests})  # each given back once
 
 
-@pytest.mark.slow_cases(r"(True-llama|True-gpt2|False-gemma3)")
+@pytest.mark.slow_cases(r"(.*gemma3|False-gpt2)")
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "gemma3"])
 @pytest.mark.parametrize("tight", [False, True])
 def test_requests_take_what_the_plan_counts(name: str, tight: bool) -> None:
