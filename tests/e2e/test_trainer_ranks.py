@@ -118,6 +118,16 @@ def clipped(rank: int, folder: Path) -> dict[str, Any]:
     )
 
 
+@pytest.mark.parametrize(("scaled", "weight"), [(True, 1.0), (False, 1 / 6)])
+def test_micro_batches_weigh_alike_unless_their_count_weighs_them(scaled: bool, weight: float) -> None:
+    """Of two ranks and three micro-batches of each."""
+    one = mock.Mock(
+        args=mock.Mock(world_size=2), current_gradient_accumulation_steps=3, _outside=None,
+        _is_scaled=lambda count: scaled,
+    )  # fmt: skip
+    assert Trainer._micro_batch(one, {}, None).weight == weight
+
+
 @pytest.mark.slow
 def test_clipped_ranks_are_one_process_within_the_norm_s_rounding(tmp_path: Path) -> None:
     first, second = whole(run_ranks(RANKS, clipped, tmp_path / "ranks"))

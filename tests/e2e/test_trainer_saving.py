@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import megacompile
+from megacompile.distributed.world import World
 from tests.e2e.test_interruptions import At, of
 from tests.e2e.test_trainer import lora, trainer
 
@@ -122,6 +124,17 @@ def test_a_failure_of_the_thread_that_is_not_the_disks_is_raised(
     assert last_checkpoint(str(tmp_path)) is None
     with pytest.raises(megacompile.MegacompileError, match="it was not written to its end"):
         of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_what_the_disk_did_not_take_is_not_the_best(tmp_path: Path) -> None:
+    state = transformers.TrainerState(best_model_checkpoint="checkpoint-1")
+    writing = saving.Writing(tmp_path / "checkpoint-2", state, None, World())
+    writing.begin()
+    state.best_model_checkpoint = str(writing.folder)
+    writing.end(OSError(errno.ENOSPC, "no space"))
+    with pytest.warns(UserWarning, match="The disk did not take .*checkpoint-2, which was removed"):
+        writing.wait()
+    assert state.best_model_checkpoint == "checkpoint-1" and not writing.folder.exists()
 
 
 def test_weights_alone_and_adapters(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ def test_the_bound_by_hand() -> None:
     plan = Plan((BlockPlan("all"),), (GroupPlan(state="device"),))
     there = lower_bound(_work(), Mode("train"), machine, model_flops=300, plan=plan)
     assert (there.seconds, there.down, there.adam) == (3, 0, 0)
+    stored = replace(_work(), groups=(GroupWork("g", 2000, 1000, state_bytes=10_000),))
+    drives = replace(machine, nvme_read_bandwidth=1000.0, nvme_write_bandwidth=100.0)
+    plan = Plan((BlockPlan("all"),), (GroupPlan(state="nvme-all"),))
+    found = lower_bound(stored, Mode("train"), drives, model_flops=300, plan=plan)
+    assert (found.seconds, found.binding) == ((10_000 + 2000) / 100, "the drive")  # read faster than written
 
 
 def test_flops_that_the_graph_misses_are_added() -> None:

@@ -23,10 +23,10 @@ from megacompile.passes import lower
 from megacompile.report.chrome_trace import chrome_trace
 from megacompile.report.explain import most_offloaded
 from megacompile.report.schedule import Schedule
-from megacompile.schedule.plan import BlockPlan, Plan
+from megacompile.schedule.plan import BlockPlan, Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from tests.support.damage import resealed
-from tests.support.problems import machines, plans, workloads
+from tests.support.problems import chain, machines, plans, uniform, workloads
 from tests.unit.report.test_page import schedule_of, with_run
 
 
@@ -241,6 +241,13 @@ def test_an_explanation_gives_the_cost_of_each_other_choice() -> None:
     freed = schedule.peak_bytes - peak_bytes(step)
     assert freed >= 0 and most_offloaded(step) == most_offloaded(schedule.step)
     assert "simulated" in text or "would be better" in text
+
+
+def test_activations_that_came_back_wait_no_more() -> None:
+    work = chain(5)
+    plan = uniform(work, "all", saved_on="host")
+    once, often = (most_offloaded(lower(work, plan, Mode("train", n, deferred=True))) for n in (1, 3))
+    assert once == often > 0
 
 
 def test_what_does_not_fit_is_said_to_be_barred_by_the_budget() -> None:
