@@ -407,6 +407,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/planner/test_plan_cache.py::test_what_a_search_depends_on_searches_again",),
     ),
     Fault(
+        "planner",
+        "megacompile/planner/lower_bound.py",
+        "max(read / machine.nvme_read_bandwidth, written / machine.nvme_write_bandwidth)",
+        "max(written / machine.nvme_read_bandwidth, read / machine.nvme_write_bandwidth)",
+        ("tests/unit/cli/test_cli.py::test_the_bound_by_hand",),
+    ),
+    Fault(
         "kernels",
         "kernels/rms_norm.py",
         "rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / columns + eps)",
@@ -472,6 +479,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/report/test_inspect.py",),
     ),
     Fault(
+        "report",
+        "megacompile/report/explain.py",
+        "            waiting -= op.nbytes\n",
+        "            pass\n",
+        ("tests/unit/report/test_inspect.py::test_activations_that_came_back_wait_no_more",),
+    ),
+    Fault(
         "cli",
         "megacompile/units.py",
         "nbytes = available * number / 100 if",
@@ -535,6 +549,27 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/e2e/test_nonfinite.py::test_a_trainer_logs_what_plain_transformers_does",),
     ),
     Fault(
+        "integrations",
+        "megacompile/integrations/training_arguments.py",
+        '    options["seed"] = arguments.seed\n',
+        "",
+        ("tests/e2e/test_trainer.py::test_arguments_become_options_of_compile",),
+    ),
+    Fault(
+        "integrations",
+        "megacompile/integrations/saving.py",
+        "        self._state.best_model_checkpoint = self._best_before\n",
+        "",
+        ("tests/e2e/test_trainer_saving.py::test_what_the_disk_did_not_take_is_not_the_best",),
+    ),
+    Fault(
+        "integrations",
+        "megacompile/integrations/updates.py",
+        "weight = 1.0 if self._is_scaled(count) else 1.0 / (steps * ranks)\n            return",
+        "weight = 1.0 if self._is_scaled(count) else 1.0 / steps\n            return",
+        ("tests/e2e/test_trainer_ranks.py::test_micro_batches_weigh_alike_unless_their_count_weighs_them",),
+    ),
+    Fault(
         "api",
         "megacompile/api/program.py",
         "            session.runtime.state.reset_moments()\n",
@@ -574,6 +609,30 @@ FAULTS: tuple[Fault, ...] = (
         'batch["logits_to_keep"] = torch.tensor([length - 1])',
         'batch["logits_to_keep"] = torch.tensor([self.padded - 1])',
         ("tests/e2e/test_generate.py::test_logits_of_one_position_where_the_forward_gives_all",),
+    ),
+    Fault(
+        "api",
+        "megacompile/api/session.py",
+        "self.seed, self.calls = progress.seed, progress.calls",
+        "self.calls = progress.calls",
+        ("tests/e2e/test_checkpoint.py::test_a_new_process_goes_on_bit_for_bit",),
+    ),
+    Fault(
+        "api",
+        "megacompile/api/pipeline.py",
+        "        key = (batch.key, mode)\n        if key in",
+        "        key = (batch.key, mode.kind)\n        if key in",
+        (
+            "tests/unit/capture/test_draws.py"
+            "::test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code",
+        ),
+    ),
+    Fault(
+        "api",
+        "megacompile/api/rollout.py",
+        "                self._random_state(draws)\n",
+        "",
+        ("tests/e2e/test_rollout.py::test_the_budget_is_held_to_the_byte",),
     ),
     Fault(
         "graph",
