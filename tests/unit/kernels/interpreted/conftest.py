@@ -159,6 +159,17 @@ def _broadcast_value(lhs: Any, rhs: Any) -> Any:
     return _broadcast(lhs, rhs)
 
 
+_unwrap, _wraps = tl.core._unwrap_if_constexpr, (tl.constexpr, tl.tuple, tuple, list)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Most values are tensors, which the stock version asks four times what they are."""
+    return _unwrap(value) if isinstance(value, _wraps) else value
+
+
+_equal = tl.dtype.__eq__
+tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
+tl.core._unwrap_if_constexpr = _unwrapped
 tl.block_type.__init__ = _block
 tl.tensor.__init__ = _tensor
 interpreter.interpreter_semantic.broadcast_impl_value = _broadcast_value
