@@ -16,7 +16,7 @@ from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured, module_stack
 
-_DEPTH = 5
+_DEPTH = 4
 
 
 def _lines(captured: Captured) -> Any:
