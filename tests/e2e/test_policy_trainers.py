@@ -30,6 +30,7 @@ trl = pytest.importorskip("trl", reason="trl is missing: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
 ours = pytest.importorskip("megacompile.integrations.trl")
 
+pytestmark = pytest.mark.filterwarnings("ignore:Compiling another program")
 CLOCK = ("runtime", "per_second", "step_time")
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -300,13 +301,19 @@ def test_a_reference_that_follows_the_policy_logs_what_trl_does(kind: str, tmp_p
         assert not torch.allclose(value, start.get_parameter(name), rtol=0, atol=1e-3)
 
 
+SAMPLED = {"samples": True, "learning_rate": 3e-2}
+
+
 @pytest.mark.slow_cases(r"beside")
 @pytest.mark.parametrize("given", [{}, FOLLOWS], ids=["alone", "beside a reference that follows"])
 def test_a_training_goes_on_as_if_undisturbed(given: Mapping[str, Any], tmp_path: Path) -> None:
     """Also its first completions are of the weights that were saved, and its reference is as it was, where
     TRL's would be as at the start."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "samples": True, **given}
-    whole, resumed = (policy(ours.GRPOTrainer, tmp_path, model=saved(tmp_path), **saving) for _ in range(2))
+    saving = {"save_strategy": "steps", "save_steps": 2, **SAMPLED, **given}
+    whole, resumed = (
+        policy(ours.GRPOTrainer, tmp_path, model=saved(tmp_path) if given else None, **saving)
+        for _ in range(2)
+    )
     transformers.set_seed(0)
     whole.train()
     for _ in range(2):  # once more by the same trainer, which has other weights by then
@@ -364,7 +371,8 @@ def test_rloo_logs_what_trl_does(tmp_path: Path) -> None:
 
 
 def test_reward_model_logs_what_trl_does(tmp_path: Path) -> None:
-    compare(*(preferences(kind, tmp_path) for kind in (ours.RewardTrainer, trl.RewardTrainer)))
+    given = {"train_sampling_strategy": "sequential"}  # the same lengths in each epoch
+    compare(*(preferences(kind, tmp_path, **given) for kind in (ours.RewardTrainer, trl.RewardTrainer)))
 
 
 @pytest.mark.slow
@@ -375,12 +383,7 @@ def test_kto_logs_what_trl_does(tmp_path: Path) -> None:
 
 def test_completions_are_sampled_as_trl_does(tmp_path: Path) -> None:
     """By the model's own ``generate``, from values that the program lends it."""
-    given = {"samples": True, "learning_rate": 3e-2, "max_steps": 3, "num_generations": 8}
-    mine, plain = (
-        policy(kind, tmp_path, per_device_train_batch_size=8, **given)
-        for kind in (ours.GRPOTrainer, trl.GRPOTrainer)
-    )
-    compare(mine, plain)
+    compare(*(policy(kind, tmp_path, **SAMPLED) for kind in (ours.GRPOTrainer, trl.GRPOTrainer)))
 
 
 @pytest.mark.slow

@@ -452,7 +452,7 @@ def test_a_training_that_begins_with_an_evaluation_is_planned_in_train_mode(tmp_
     ours = trainer(
         Trainer,
         tmp_path,
-        make=lambda: build("gpt2-dropout").eval(),
+        make=lambda: build("gpt2-dropout", layers=1).eval(),
         eval_on_start=True,
         gradient_accumulation_steps=1,
         max_steps=2,
@@ -688,6 +688,7 @@ def test_hooks_of_a_subclass_do_what_they_do_upstream(hooks: tuple[type, ...], t
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
@@ -711,7 +712,10 @@ def test_a_training_step_without_upstreams_is_refused_by_name(tmp_path: Path) ->
             loss.backward()
             return loss.detach()
 
-    with pytest.raises(megacompile.MegacompileError, match=r"Alone\.training_step .* compute_loss"):
+    with (
+        pytest.warns(UserWarning, match="trains the model in plain PyTorch"),
+        pytest.raises(megacompile.MegacompileError, match=r"Alone\.training_step .* compute_loss"),
+    ):
         trainer(Alone, tmp_path, eval_strategy="no").train()
 
 

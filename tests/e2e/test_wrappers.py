@@ -57,6 +57,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow_cases(r"compiled forward")
 @pytest.mark.parametrize("wrap", list(WRAPPERS.values()), ids=list(WRAPPERS))
 def test_transformers_loads_what_was_trained(wrap: Callable[..., Any], tmp_path: Path) -> None:
     plain, wrapped = started(build("llama", layers=1)), started(wrap(build("llama", layers=1)))
@@ -112,7 +113,7 @@ def test_a_hook_of_the_wrapper_is_refused() -> None:
 def test_a_trainer_of_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
     from megacompile.integrations.transformers import Trainer
 
-    model = compiled(build("llama"))
+    model = compiled(build("llama", layers=1))
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
         remove_unused_columns=False,  # upstream reads the signature of the compiled forward
