@@ -47,6 +47,7 @@ def of_many(number: int, outputs: dict[str, Any]) -> Tensor:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 2)])
 def test_trains_as_eager_does_on_whatever_a_forward_returns(sizes: tuple[int, ...]) -> None:
     """One micro-batch, several, and several of unlike sizes."""
@@ -81,7 +82,7 @@ def trained_losses(given: list[Any], budget: str, *, outside: bool) -> tuple[Ten
     options: dict[str, Any] = {}
     if not outside:
         options["loss_fn"] = lambda outputs, batch: next_tokens(outputs.logits, batch)
-    program, inputs = compiled(build("gpt2"), budget, **options), {}
+    program, inputs = compiled(build("gpt2", layers=2), budget, **options), {}
     if outside:
         inputs = {"loss": lambda i, logits: next_tokens(logits, given[i]), "outputs": logits_alone}
     losses = [torch.stack(program.train_step(given, **inputs).losses) for _ in range(2)]
@@ -106,7 +107,7 @@ def test_gradients_gathered_by_hand_and_a_prepared_program() -> None:
     """``prepare`` lays the state out for the same program, so no other is compiled."""
     given, found = [batch_for("llama", seed=i) for i in range(2)], []
     for by_hand in (False, True):
-        program = compiled(build("llama"))
+        program = compiled(build("llama", layers=1))
         inputs = {"loss": lambda i, logits: next_tokens(logits, given[i]), "outputs": logits_alone}
         program.prepare(given, outputs=logits_alone)
         if by_hand:
@@ -125,7 +126,7 @@ def test_gradients_gathered_by_hand_and_a_prepared_program() -> None:
 def test_bf16_outputs_have_bf16_gradients() -> None:
     """As autograd gives them; a loss in float32 casts."""
     given = [batch_for("llama")]
-    program = compiled(build("llama"), compute_dtype=torch.bfloat16)
+    program = compiled(build("llama", layers=1), compute_dtype=torch.bfloat16)
     seen = []
 
     def loss(number: int, logits: Tensor) -> Tensor:
@@ -171,4 +172,4 @@ def test_what_goes_wrong_in_the_loss_leaves_the_state_as_it_was() -> None:
 
 def test_outputs_without_a_loss_are_refused() -> None:
     with pytest.raises(megacompile.MegacompileError, match="give both"):
-        compiled(build("llama")).train_step(batch_for("llama"), outputs=logits_alone)
+        compiled(build("llama", layers=1)).train_step(batch_for("llama"), outputs=logits_alone)

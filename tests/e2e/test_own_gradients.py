@@ -170,7 +170,7 @@ class Model(nn.Module):
     def __init__(self, call: Callable[..., Tensor], width: int = 16) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(8, width), nn.Linear(width, 5)
-        self.layers = nn.ModuleList([Block(call, width) for _ in range(3)])
+        self.layers = nn.ModuleList([Block(call, width) for _ in range(2)])
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         h = self.first(x)

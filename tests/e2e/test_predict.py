@@ -74,7 +74,7 @@ def test_a_transformers_output_with_labels_and_without_after_each_step(name: str
 
 
 def test_predictions_change_nothing_that_trains() -> None:
-    with_dropout, batch = build("gpt2-dropout"), batch_for("gpt2")
+    with_dropout, batch = build("gpt2-dropout", layers=1), batch_for("gpt2")
     losses = []
     for predicts in (False, True):
         program = compiled(copy.deepcopy(with_dropout), batch)
@@ -93,7 +93,7 @@ def test_predictions_change_nothing_that_trains() -> None:
 
 
 def test_a_mask_that_pads_and_another_length() -> None:
-    model = build("llama")
+    model = build("llama", layers=1)
     program = compiled(copy.deepcopy(model), batch_for("llama"))
     ids = batch_for("llama", length=21)["input_ids"]
     mask = torch.ones_like(ids)
@@ -122,7 +122,7 @@ def test_logits_of_a_head_that_is_cut_into_pieces() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=16384, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+            vocab_size=16384, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
         )
     )  # fmt: skip
@@ -157,7 +157,7 @@ class Returns(nn.Module):
     def __init__(self, make: Callable[[Returns, Tensor, Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.register_buffer("table", torch.arange(6.0).view(2, 3))
         self.make = make
 
@@ -185,8 +185,11 @@ STRUCTURES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "an empty tensor": lambda m, x, h: (h[:, :0], h),
     "nothing of the weights": lambda m, x, h: (x * 2, torch.ones(3)),
 }  # fmt: skip
+EACH = list(STRUCTURES.values())
+STRUCTURES["all of these"] = lambda m, x, h: [make(m, x, h) for make in EACH]
 
 
+@pytest.mark.slow_cases(r"(?!a tensor|a named tuple|all)")
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_what_a_plain_module_returns_comes_back_as_it_is(name: str) -> None:
     model = Returns(STRUCTURES[name])
@@ -199,7 +202,7 @@ def test_what_a_plain_module_returns_comes_back_as_it_is(name: str) -> None:
 
 
 def test_hidden_states_and_attentions() -> None:
-    model, batch = build("gpt2"), without(batch_for("gpt2"), "labels")
+    model, batch = build("gpt2", layers=2), without(batch_for("gpt2"), "labels")
     model.config._attn_implementation = "eager"
     program = compiled(copy.deepcopy(model), batch_for("gpt2"))
     more = batch | {"output_hidden_states": True}
@@ -223,12 +226,12 @@ def programs(program: megacompile.Program) -> int:
 
 
 def test_a_function_of_the_output_is_compiled_once_for_each_meaning() -> None:
-    model, batch = build("llama"), without(batch_for("llama"), "labels")
-    program = compiled(copy.deepcopy(model), batch_for("llama"))
-    logits = expected(model, batch).logits
+    model, batch = Returns(lambda m, x, h: {"logits": h}), {"x": torch.randn(4, 8)}
+    program = compiled(copy.deepcopy(model), batch | {"y": torch.ones(1)})
+    logits = expected(model, batch)["logits"]
 
     def top(rank: int) -> Callable[[Any, Any], Tensor]:
-        return lambda out, batch: out.logits.topk(3).indices[..., rank]
+        return lambda out, batch: out["logits"].topk(3).indices[..., rank]
 
     before = programs(program)
     for _ in range(3):  # a new function object each time
@@ -236,14 +239,14 @@ def test_a_function_of_the_output_is_compiled_once_for_each_meaning() -> None:
     assert programs(program) == before + 1
     assert torch.equal(program.predict(batch, outputs=top(1)), logits.topk(3).indices[..., 1])
     assert programs(program) == before + 2
-    assert_same(program.predict(batch, outputs=lambda out, batch: out.logits.sum(-1)), logits.sum(-1))
+    assert_same(program.predict(batch, outputs=lambda out, batch: out["logits"].sum(-1)), logits.sum(-1))
     assert programs(program) == before + 3
     program.predict(batch)
     program.predict(batch)
     assert programs(program) == before + 4
 
     def scaled(out: Any, batch: Any, *, by: float) -> Tensor:
-        return by * out.logits.amax(-1)
+        return by * out["logits"].amax(-1)
 
     for by in (2.0, 3.0, 2.0):
         found = program.predict(batch, outputs=functools.partial(scaled, by=by))
@@ -261,7 +264,7 @@ def test_log_probabilities_of_the_batch_without_storing_logits() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = build("gpt2")
+            self.inner = build("gpt2", layers=1)
 
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
             return self.inner(input_ids=input_ids, labels=labels, use_cache=False)
@@ -279,7 +282,7 @@ def test_log_probabilities_of_the_batch_without_storing_logits() -> None:
 def test_a_mask_of_ones_reaches_the_function() -> None:
     batch = without(batch_for("llama"), "labels")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    model = build("llama")
+    model = build("llama", layers=1)
     program = compiled(copy.deepcopy(model), batch_for("llama"))
     found = program.predict(batch, outputs=lambda out, batch: out.logits.mean(-1) * batch["attention_mask"])
     assert_same(found, expected(model, batch).logits.mean(-1))
@@ -300,9 +303,9 @@ def test_with_a_loss_function_the_forward_is_given_what_it_takes() -> None:
 
 
 def test_before_the_first_step() -> None:
-    model, batch = build("gpt2"), batch_for("gpt2")
+    model, batch = build("gpt2", layers=1), batch_for("gpt2")
     for first in (batch, without(batch, "labels")):
-        program = compiled(copy.deepcopy(model))
+        program = compiled(copy.deepcopy(model).train())
         assert_same(program.predict(first), expected(model, first))  # which lays out the state
         assert_same(program.predict(without(batch, "labels")), expected(model, without(batch, "labels")))
         program.train_step(batch)
@@ -347,7 +350,7 @@ def test_generator_and_discriminator_as_their_plain_loop() -> None:
 
 def test_one_batch_and_what_the_function_raises() -> None:
     batch = batch_for("gpt2")
-    program = compiled(build("gpt2"), batch)
+    program = compiled(build("gpt2", layers=1), batch)
     with pytest.raises(megacompile.MegacompileError, match="predict takes one batch, not a list of 2"):
         program.predict([batch, batch])
     with pytest.raises(megacompile.CaptureError, match=r"test_predict.py.*no attribute 'scores'"):

@@ -13,11 +13,12 @@ import megacompile
 from megacompile.api.pipeline import Compiler
 from megacompile.api.program import Program
 from megacompile.units import format_bytes
-from tests.support.models import build
+from tests.support.models import batch_for, build
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
+pytestmark = pytest.mark.filterwarnings("ignore:Compiling another program")
 VOCABULARY = 8192  # of a head that is most of the model
 
 
@@ -92,29 +93,30 @@ def test_the_program_that_needs_most_decides_how_far_weights_are_cut() -> None:
 
 def test_what_was_planned_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sources are those of programs that were planned when their turn came."""
-    small, planned, plan = (lambda: build("llama", layers=2)), [], Compiler.plan
+    planned, plan = [], Compiler.plan
 
     def noting(self: Compiler, *given: Any) -> Any:
         planned.append(given)
         return plan(self, *given)
 
     monkeypatch.setattr(Compiler, "plan", noting)
-    batches = [[of_rows(4, 60)] * 2, [of_rows(4, 60), of_rows(2, 60)]]  # the end of an epoch
+    whole, short, held_out = (batch_for("plain", size=size) for size in (4, 2, 3))
+    batches = [[whole] * 2, [whole, short]]  # the end of an epoch
     sources = []
     for ahead in (False, True):
-        program = compiled("1MB", small(), max_grad_norm=1.0)
+        program = compiled("150kB", build("plain"), max_grad_norm=1.0)
         if ahead:
             program.plan_all(
                 {
                     "training": lambda program=program: program.prepare(batches[0]),
                     "the end": lambda program=program: program.prepare(batches[1]),
-                    "evaluation": lambda program=program: program.evaluate(of_rows(3, 60)),
+                    "evaluation": lambda program=program: program.evaluate(held_out),
                 }
             )
         planned.clear()
         for batch in batches:
             program.train_step(batch)
-        program.evaluate(of_rows(3, 60))
+        program.evaluate(held_out)
         compiler = program._session.compiler
         sources.append(sorted(s.source for s in compiler._scheduled.values()))
     assert sources[0] == sources[1] and len(sources[0]) == 5 and planned == []

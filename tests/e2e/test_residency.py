@@ -27,6 +27,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.models import batch_for, build
 from tests.support.problems import chain, uniform
 
+pytestmark = pytest.mark.filterwarnings("ignore:Compiling another program")
 TRANSFERS = {"prefetch", "evict", "push_grad", "offload", "reload"}
 
 

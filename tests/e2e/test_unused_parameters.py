@@ -191,6 +191,7 @@ def trained(program: megacompile.Program, steps: Sequence[Any]) -> dict[str, Ten
 PLACES = {"host": on_host, "device": on_devices, "partly": partly_on_devices}
 
 
+@pytest.mark.slow_cases(r".*-(None-partly|0\.1-(host|device))\]")
 @pytest.mark.parametrize("place", [*PLACES])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(("kind", "steps"), RUNS, ids=NAMES)
@@ -265,6 +266,7 @@ def test_two_ranks(place: str, tmp_path: Path) -> None:
     assert_close(state, eager(Adapted, PLAIN_FIRST, 0.5 if place == "partly" else None))
 
 
+@pytest.mark.slow_cases(r"fp32")  # which small parameters have in int8 too
 @pytest.mark.parametrize(("kind", "steps"), RUNS, ids=NAMES)
 @pytest.mark.parametrize("form", ["fp32", "int8"])
 def test_resumed_bit_for_bit(kind: type[nn.Module], steps: list[Batch], form: str, tmp_path: Path) -> None:
