@@ -36,6 +36,7 @@ def buckets_of(model: torch.nn.Module, batches: list[list[Example]], programs: i
     return BucketCollator(collate, model.config, sizes, batch_size=2, programs=programs)
 
 
+@pytest.mark.slow_cases(r"(Qwen2-VL|GLM)")
 @pytest.mark.parametrize("name", WITH_GRIDS)
 def test_filler_changes_no_step(name: str) -> None:
     torch.manual_seed(0)
