@@ -414,6 +414,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_by_name(damage: str, saved: Path, tmp_path: Path) -> None:
     """Before anything is compiled: the model is as it was, and no code of the checkpoint has run."""

@@ -102,7 +102,7 @@ def test_adapters_are_merged_after_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [None, lora])
 def test_callbacks_read_the_values_of_now(make: Any, tmp_path: Path) -> None:
     def look(model: Any) -> list[float]:
-        state, loss = model.state_dict(), float(model(**batch()).loss)
+        state, loss = model.state_dict(), float(model(**batch()).loss.detach())
         assert generated(model)
         return [loss, *(float(value.norm()) for value in state.values())]
 

@@ -94,8 +94,10 @@ def test_a_list_of_lists_is_micro_batches() -> None:
     first, second = copy.deepcopy(model := Regression()), model
     batches = list(DataLoader(data(False), batch_size=3))
     losses = []
+    fp32: dict[str, Any] = {"device": "cpu", "compute_dtype": torch.float32}
     for module, step in ((first, batches), (second, [tuple(b) for b in batches])):
-        with megacompile.compile(module, "8MB", device="cpu", compute_dtype=torch.float32) as program:
+        optimizer = torch.optim.AdamW(module.parameters())
+        with megacompile.compile(module, "8MB", optimizer=optimizer, **fp32) as program:
             losses.append(float(program.train_step(step).loss))
     assert losses[0] == losses[1]
 
@@ -103,7 +105,11 @@ def test_a_list_of_lists_is_micro_batches() -> None:
 def test_a_loader_of_one_tensor_gives_one_batch() -> None:
     model = nn.Linear(16, 4)
     loader = DataLoader(TensorDataset(data(False).tensors[0]), batch_size=3)
-    with megacompile.compile(model, "8MB", loss_fn=lambda output, batch: output.square().mean()) as program:
+    given = {
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loss_fn": lambda out, _: out.square().mean(),
+    }
+    with megacompile.compile(model, "8MB", **given) as program:
         for batch in loader:
             assert float(program.train_step(batch).loss) > 0
 
