@@ -471,7 +471,7 @@ OPERATORS: dict[str, Callable[[Block, Tensor], Tensor]] = {
 EVERY = CALLS | OPAQUE | OPERATORS
 
 
-@pytest.mark.slow_cases(r"(?!(norm|item|views)-least|sorted)")
+@pytest.mark.slow_cases(r"(?!(norm|item|views)-least|sorted-ample)")
 @pytest.mark.parametrize("tight", [False, True], ids=["ample", "least"])
 @pytest.mark.parametrize("name", EVERY)
 def test_trains_as_eager_does(name: str, tight: bool) -> None:
