@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_cases(r"(?!randn?-).*-dtype2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CALLS)
 def test_draws_have_the_distribution_of_torch_s(name: str, dtype: torch.dtype) -> None:

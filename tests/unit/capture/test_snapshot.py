@@ -272,6 +272,7 @@ def test_recompile_looks_anew_at_what_code_reads_outside_the_model(monkeypatch: 
     program.close()
 
 
+@pytest.mark.slow_cases(r"1\.0")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_recompile_changes_no_bit_where_nothing_changed(clip: float | None) -> None:
     states = []

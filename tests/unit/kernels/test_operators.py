@@ -101,6 +101,9 @@ def test_backward_is_the_derivative(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: floats(test.call(*x)), leaves, fast_mode=True)
 
 
+@pytest.mark.slow_cases(
+    r"(\w+_norm (gemma|bare)|glu gelu|clamped_glu halves|(qk_norm_)?rope partial|recurrent_layer [gt])"
+)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
     test = OPERATORS[name]
