@@ -153,6 +153,7 @@ MAKERS = [
 
 
 @pytest.mark.slow_cases(r"dtype1-(?!nf4)")
+@pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize(("make", "decode"), MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_that_over_decoded_weights(make: Any, decode: Any, dtype: torch.dtype) -> None:
