@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from megacompile.api.block_timer import calibrated
 from megacompile.api.device_weights import DeviceWeights
-from megacompile.api.generate import generate, refuse_no_generator
+from megacompile.api.generate_with_cache import Rollout
+from megacompile.api.generate_without_cache import generate, refuse_no_generator
 from megacompile.api.merged_weights import MergedWeights
 from megacompile.api.outside_loss import LossOfOutputs
 from megacompile.api.pipeline import Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
-from megacompile.api.rollout import Rollout
 from megacompile.api.session import CLOSED, Session
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.loss_cut import LossCall, warning

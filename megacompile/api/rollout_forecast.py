@@ -91,8 +91,10 @@ class Forecast:
 def forecast(
     model: nn.Module, forms: Mapping[str, Form], machine: Machine, budget: int, completions: Completions
 ) -> Forecast:
-    """Predict a rollout within ``budget`` bytes. As :class:`~megacompile.api.rollout.Rollout` has it, weights
-    stay where they leave room for one row, and half as many rows come at once until they fit.
+    """Predict a rollout within ``budget`` bytes.
+
+    As :class:`~megacompile.api.generate_with_cache.Rollout` has it, weights stay where they leave room for
+    one row, and half as many rows come at once until they fit.
 
     Raises whatever the model's forward raises on fake tensors.
     """

@@ -79,8 +79,7 @@ static Wide wide_of(const Job *job, const double *first_book, const double *seco
 #undef ALL
 }
 
-/* ---- memory ----
- * 64 elements are four vectors in the order in which unpacking puts 16-bit numbers: of every eight,
+/* In registers, 64 elements are four vectors in the order in which unpacking puts 16-bit numbers: of every eight,
  * the first four in one and the last four in the next. */
 
 INLINE void unpack_halves(__m512i low, __m512i high, __m512 *to) {
@@ -126,8 +125,6 @@ INLINE void load_grad(const void *from, int64_t at, int bf16, __m512 *to) {
         else unpack_halves(_mm512_setzero_si512(), _mm512_loadu_si512((const uint16_t *)from + at + k), to + k / 16);
     }
 }
-
-/* ---- codes, 64 at a time ---- */
 
 /* Bytes of the values of ranks below 128. */
 INLINE __m512i look_up_128(__m512i ranks, const uint8_t *table) {
@@ -217,8 +214,6 @@ INLINE void store_codes(const __m512i *rank, const Tables *t, int is_signed, uin
     if (BITS == 8) _mm512_storeu_si512(codes, bytes);
     else _mm256_storeu_si256((__m256i *)codes, _mm512_cvtepi16_epi8(pairs));
 }
-
-/* ---- the step ---- */
 
 /* Moments of two blocks in turn: one takes its step, the one before it waits to be coded. */
 typedef struct {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.api.rollout import Rollout
+from megacompile.api.generate_with_cache import Rollout
 from megacompile.errors import BudgetError, MegacompileError, ProgramError
 from tests.e2e.test_trainer import Trainer, logs, lora, rows, trainer, transformers
 

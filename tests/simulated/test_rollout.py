@@ -16,7 +16,7 @@ from tests.support.models import batch_for, build
 def test_tokens_and_steps_are_those_of_the_cpu_backend(
     streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megacompile.api.rollout import Rollout
+    from megacompile.api.generate_with_cache import Rollout
 
     if streams:
         monkeypatch.setattr(Rollout, "_place_weights", Rollout._stream)

@@ -35,7 +35,7 @@ _KNOWN = (
     "peft.",
     "tests.support.",
     "megacompile.graph.forward_outputs.",
-    "megacompile.api.generate.",
+    "megacompile.api.generate_without_cache.",
     "megacompile.integrations.",
     "megacompile.cli.gpu_doctor.",
 )

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from megacompile.api.rollout import Rollout
+from megacompile.api.generate_with_cache import Rollout
 from megacompile.integrations.transformers import Trainer
 from tests.e2e.test_trainer import logs, trainer
 

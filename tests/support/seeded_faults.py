@@ -605,7 +605,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "api",
-        "megacompile/api/generate.py",
+        "megacompile/api/generate_without_cache.py",
         'batch["logits_to_keep"] = torch.tensor([length - 1])',
         'batch["logits_to_keep"] = torch.tensor([self.padded - 1])',
         ("tests/e2e/test_generate.py::test_logits_of_one_position_where_the_forward_gives_all",),

@@ -3,7 +3,7 @@
 In: a model whose values a program keeps, the program's ``predict``, options of transformers' ``generate``.
 Out: what that returns. All sampling is transformers' code; the model's call alone is answered by a program
 of the forward, which gives the logits of one position. With a cache, in a rollout, the model's own code
-generates: :mod:`megacompile.api.rollout`.
+generates: :mod:`megacompile.api.generate_with_cache`.
 """
 
 from __future__ import annotations
