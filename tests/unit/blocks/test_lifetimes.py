@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megacompile.api.frontend import Compiled, Frontend
-from megacompile.blocks import block_functions, joint_graph
+from megacompile.blocks import block_functions, joint_graph, policies
 from megacompile.blocks.joint_graph import trace_joint
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import differentiate
@@ -53,6 +54,7 @@ def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPat
         patched.setattr(block_functions, "_measure", None)
         compiled = compiled_of(kind)
     monkeypatch.setattr(block_functions, "held_bytes", lambda *_: None)
+    monkeypatch.setattr(policies, "_CUT", WeakKeyDictionary())  # what was made before
     walked, mode = compiled.templates, compiled.fused.fake_mode
     measured = (differentiate(template, mode) for template in compiled.part.templates)
     assert list(walked) == [replace(m, index=w.index) for m, w in zip(measured, walked, strict=True)]
