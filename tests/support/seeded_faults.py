@@ -629,7 +629,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "api",
-        "megacompile/api/rollout.py",
+        "megacompile/api/generate_with_cache.py",
         "                self._random_state(draws)\n",
         "",
         ("tests/e2e/test_rollout.py::test_the_budget_is_held_to_the_byte",),
