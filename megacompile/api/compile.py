@@ -178,9 +178,14 @@ def compile(
             distributed=world.size > 1,
         )
         compiler = _compiler(frontend, adopted, backend, settings, dump, chosen_planner(planner, plan))
-        program = Program(Session(model, adopted, compiler, settings, weights))
+        session = Session(model, adopted, compiler, settings, weights)
+        program = Program(session)
         if example_batch is not None:
-            program.prepare(example_batch)
+            try:
+                program.prepare(example_batch)
+            except BaseException:
+                session.close()  # nobody has the program: an ordinary loop may train the model
+                raise
         return program
 
 
