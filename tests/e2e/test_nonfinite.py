@@ -235,7 +235,10 @@ class Chain(nn.Module):
 def test_the_error_says_where_it_began(clipped: bool) -> None:
     model = Chain()
     options: Any = {"max_grad_norm": 1.0} if clipped else {}
-    program = megacompile.compile(model, "1GB", device="cpu", compute_dtype=torch.float32, **options)
+    adamw = torch.optim.AdamW(model.parameters())
+    program = megacompile.compile(
+        model, "1GB", optimizer=adamw, device="cpu", compute_dtype=torch.float32, **options
+    )
     x = torch.randn(2, 4)
     said = "6 of 6 gradients" if clipped else r"the output of .* is the first that is not finite"
     with pytest.raises(megacompile.NonFiniteError, match=said):

@@ -96,7 +96,8 @@ def test_a_plan_beyond_the_budget_is_refused_with_what_it_needs() -> None:
     with pytest.raises(megacompile.BudgetError, match="given plan holds") as caught:
         torch.manual_seed(0)
         model = build("plain")
-        program = megacompile.compile(model, "60kB", compute_dtype=torch.float32, plan=plan)
+        adamw = torch.optim.AdamW(model.parameters())
+        program = megacompile.compile(model, "60kB", optimizer=adamw, compute_dtype=torch.float32, plan=plan)
         program.train_step(batch_for("plain"))
     assert caught.value.least_bytes is not None and caught.value.least_bytes > 60_000
 
@@ -110,7 +111,10 @@ def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
             return Plan((block,) * len(work.blocks), (GroupPlan("stream", 0),) * len(work.groups))
 
         model = build("llama")
-        program = megacompile.compile(model, "1GB", compute_dtype=torch.float32, planner=plan)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        program = megacompile.compile(
+            model, "1GB", optimizer=adamw, compute_dtype=torch.float32, planner=plan
+        )
         losses = [float(program.train_step(batch_for("llama", i, length=64)).loss) for i in range(2)]
         return losses, program.state_dict(), program
 
@@ -127,6 +131,8 @@ def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
         attention = layer.policy("attention")
         assert attention.recompute is None and attention.backward is not None
         assert attention.backward.attention_flops[0] == 0
-    program = megacompile.compile(build("llama"), "1GB", compute_dtype=torch.float32)
+    model = build("llama")
+    adamw = torch.optim.AdamW(model.parameters())
+    program = megacompile.compile(model, "1GB", optimizer=adamw, compute_dtype=torch.float32)
     program.prepare(batch_for("llama"))
     assert "attention" not in {p.name for b in program.schedule.work.blocks for p in b.policies}

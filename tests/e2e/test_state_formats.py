@@ -159,8 +159,9 @@ def test_update_is_the_step_of_each_parameter_that_has_a_gradient(
 
 def test_unknown_format_and_a_host_budget_that_int8_would_meet() -> None:
     model = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 3))
+    adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(megacompile.MegacompileError, match="fp32, int8, int4"):
-        megacompile.compile(model, "1GB", optimizer_state="int2")  # type: ignore[arg-type]
+        megacompile.compile(model, "1GB", optimizer=adamw, optimizer_state="int2")  # type: ignore[arg-type]
     wide = Plain(width=128)
     batch = {"x": torch.randn(2, 16).bfloat16(), "y": torch.randn(2, 3).bfloat16()}
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)

@@ -17,8 +17,10 @@ from tests.support.models import batch_for, build
 @pytest.fixture(scope="module")
 def program() -> Any:
     """At a budget at which all streams have work to do."""
+    model = build("llama")
+    adamw = torch.optim.AdamW(model.parameters())
     program = megacompile.compile(
-        build("llama"), "1200kB", compute_dtype=torch.float32, max_grad_norm=1.0, seed=1,
+        model, "1200kB", optimizer=adamw, compute_dtype=torch.float32, max_grad_norm=1.0, seed=1,
         example_batch=batch_for("llama", size=4, length=64),
     )  # fmt: skip
     yield program

@@ -114,6 +114,7 @@ def test_a_group_without_gradient_is_not_counted(recwarn: pytest.WarningsRecorde
     as_eager_trains(Layers(), [{**batch(index), "both": both} for index, both in enumerate(uses)])
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
     """As in torch, whose optimizers pass over parameters without a gradient; a zero one is something else."""
     torch.manual_seed(0)
@@ -122,6 +123,7 @@ def test_what_the_loss_has_no_gradient_for_does_not_decay() -> None:
     as_eager_trains(Layers(), batches, weight_decay=0.5)
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_a_parameter_that_gets_its_first_gradient_later_trains_from_then_on() -> None:
     torch.manual_seed(0)
     cuts = (True, False, True, False)

@@ -91,6 +91,7 @@ def test_a_copy_that_fails_in_a_push_gives_its_buffer_back(
     trained.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_page_locked_memory_is_unlocked_before_it_goes(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

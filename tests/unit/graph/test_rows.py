@@ -207,6 +207,7 @@ def test_a_frozen_table_is_read_and_never_written() -> None:
     assert all(torch.equal(state[n], v) for n, v in expected.weights.items())
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_by_hand_and_in_eval_mode(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = Reader()
@@ -261,6 +262,7 @@ def test_with_state_on_a_drive_the_table_is_streamed(tmp_path: Any) -> None:
     program.close()
 
 
+@pytest.mark.filterwarnings("ignore:Compiling another program")
 def test_rows_are_not_gathered_from_state_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long batch streams a cut table of which pieces stay on the device; a short one gathers its rows."""
     for module in ("megacompile.graph.tile_cuts", "megacompile.planner.tiling"):
