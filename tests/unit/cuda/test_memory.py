@@ -64,7 +64,8 @@ def test_what_was_locked_is_unlocked_once(bare: TorchCuda, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(cuda_memory, "page_unlock", unlocked.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    first, second, small = (torch.empty(n << 10, dtype=torch.uint8) for n in (2048, 4096, 1))
+    # each on pages of its own, as torch's would not always be
+    first, second, small = (HostArena(n << 10).tensor for n in (2048, 4096, 4))
     assert all(bare.register(x) == [x.nbytes] for x in (first, second, small))
     bare.unregister(first)
     bare.unregister(small)
