@@ -78,11 +78,11 @@ def bytes_of(model: nn.Module) -> int:
 @pytest.mark.parametrize("share", [100.0, 0.8])
 def test_tokens_are_transformers_and_training_goes_on_bitwise(dtype: torch.dtype, share: float) -> None:
     """With weights that are kept, and with those of blocks that come one by one."""
-    weights = bytes_of(build("llama", layers=2)) * dtype.itemsize // 4
-    programs = pair(lambda: build("llama", layers=2), f"{int(share * weights)}B", dtype)
+    weights = bytes_of(build("llama")) * dtype.itemsize // 4
+    programs = pair(lambda: build("llama"), f"{int(share * weights)}B", dtype)
     program = programs[0]
     with program.rollout() as rolled:  # before anything is laid out
-        plain = in_dtype(build("llama", layers=2), dtype)
+        plain = in_dtype(build("llama"), dtype)
         assert all(torch.equal(p, plain.get_parameter(n)) for n, p in rolled.named_parameters() if p.numel())
     for seed in range(2):
         step(programs, seed)
