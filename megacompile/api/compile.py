@@ -29,6 +29,7 @@ from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.triton_check import check_triton
 from megacompile.schedule.plan import Plan
+from megacompile.state.host_arena import collect_dropped_arenas
 from megacompile.state.masters import Weights
 from megacompile.state.model_ownership import reclaim
 from megacompile.state.moment_formats import StateFormat, check_format
@@ -236,6 +237,7 @@ def _budgets(
 ) -> tuple[int, int]:
     """Bytes of the device and of the host. Of several ranks the device that has least decides, and those of a
     machine share its memory."""
+    collect_dropped_arenas()
     available = host_available() + sum(p.nbytes for p in model.parameters() if not p.is_meta)
     budget = parse_bytes(hbm_budget, what="hbm_budget", available=backend.device_bytes or available)
     if host_budget is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import platform
@@ -33,6 +34,7 @@ _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_INTERLEAVE = 3
 _NO_RESERVE = 0x4000  # the budget decides, not what the system has now: memory may grow as it is used
+_COLLECTED_FROM = 1 << 30  # bytes of arenas: a collection takes up to a second in a large process
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
@@ -46,6 +48,16 @@ def _keep_for_good() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_for_good)
+
+
+def collect_dropped_arenas() -> None:
+    """Free the arenas of models that nobody has any more.
+
+    A model and its closed program hold each other, and Python's collector of cycles does not count their
+    bytes: it may come long after the next program needs them.
+    """
+    if sum(map(len, _mappings)) >= _COLLECTED_FROM:
+        gc.collect()
 
 
 class HostArena:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megacompile
 from megacompile.errors import ProgramError
+from megacompile.state import host_arena
 from megacompile.state.masters import HostState
 from tests.support.models import Plain, batch_for
 
@@ -302,6 +304,24 @@ def test_a_closed_program_gives_its_model_to_the_next_one(dropped: bool) -> None
     with pytest.raises(ProgramError, match="stopped in the middle"):
         megacompile.compile(model, "1GB", compute_dtype=torch.float32)
     second.load_state_dict(trained)  # which heals it
+
+
+def test_a_model_that_was_dropped_with_its_closed_program_leaves_its_memory_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hold each other, so nothing but a collection of cycles frees them."""
+    monkeypatch.setattr(host_arena, "_COLLECTED_FROM", 1)
+    program, model, _ = owned()
+    program.close()
+    state = weakref.ref(program._session.runtime.state)  # type: ignore[union-attr]
+    gc.disable()
+    try:
+        del program, model, _
+        assert state() is not None
+        owned()
+    finally:
+        gc.enable()
+    assert state() is None
 
 
 USES: dict[str, Callable[[nn.Parameter], Any]] = {
