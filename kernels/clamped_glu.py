@@ -32,12 +32,10 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.glu import BLOCK
 from megacompile.kernels.operator_benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows, flat
-
-BLOCK = 1024
-
 
 # Whether this torch's clamp has a gradient where a value is the limit itself. Not asked of autograd: that
 # starts threads and counts GPUs in every process that imports this, and its forks could do neither.

@@ -40,7 +40,7 @@ def write(path: Path, seconds: Mapping[str, float]) -> None:
 
 
 class CpuSeconds:
-    """Counts in every process; where ``prints``, prints; each test's go to the file ``record``."""
+    """Counts in every process; the first one prints a table if it ``prints``, and writes a ``record``."""
 
     def __init__(self, *, prints: bool, record: Path | None = None) -> None:
         self._prints = prints

@@ -8,7 +8,6 @@ no number of the default generator, and says nothing.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 from unittest import mock
 
@@ -39,7 +38,6 @@ def compile_once() -> None:
                 plain, 1, optimizer=torch.optim.AdamW(plain.parameters()), device="cpu",
                 compute_dtype=torch.float32, example_batch=batch_for("plain"),
             ).close()  # fmt: skip
-    gc.collect()  # the model and its closed program hold each other, and a fork is not to end them
     session._announce.cache_clear()  # each process says it once
 
 
