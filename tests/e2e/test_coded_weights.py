@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,13 @@ MAKERS = [
 @pytest.mark.parametrize(("make", "decode"), MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_that_over_decoded_weights(make: Any, decode: Any, dtype: torch.dtype) -> None:
-    """Bit for bit; host and link carry codes: half a byte or one, and a scale for each block or row."""
+    """Bit for bit; host and link carry codes: half a byte or one, and a scale for each block or row.
+
+    The decoded weights are FP32: beside weights of bf16, a program would keep the trained ones in FP32.
+    """
     model = built(make)
     stored = STORED if make is not Linear8bitLt else WIDTH * 4 + WIDTH * WIDTH
-    plain = frozen_copy(model, lambda layer: decode(layer).to(dtype))
-    other = compiled(plain, dtype)
+    other = compiled(frozen_copy(model, decode), dtype)
     want = trained(other, dtype)
     program = compiled(model, dtype)
     assert trained(program, dtype) == want
@@ -250,15 +252,26 @@ OUTSIDE = [
 ]
 
 
+@pytest.fixture
+def bitsandbytes_for_peft(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, PEFT finds our stand-in. It remembers what it found, also for the tests after this one."""
+    imports = pytest.importorskip("peft.import_utils", reason="peft is missing: pip install peft")
+    remembered = imports.is_bnb_available, imports.is_bnb_4bit_available
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "bitsandbytes", library())
+        for answer in remembered:
+            answer.cache_clear()
+        yield
+    for answer in remembered:
+        answer.cache_clear()
+
+
 @pytest.mark.slow_cases(r"(VeRA over \d bits|DoRA over a subclass)")
+@pytest.mark.usefixtures("bitsandbytes_for_peft")
 @pytest.mark.filterwarnings("ignore:.*and other 8-bit weights")
 @pytest.mark.parametrize(("make", "adapter"), OUTSIDE)
-def test_adapters_that_read_weights_train_as_over_decoded_ones(
-    make: Any, adapter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_read_weights_train_as_over_decoded_ones(make: Any, adapter: str) -> None:
     """DoRA and HiRA decode the weight of the layer that they adapt; VeRA's layers share modules."""
-    pytest.importorskip("peft", reason="peft is missing: pip install peft")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", library())
     model = built(make)
     want = in_eager(adapted(frozen_copy(model, decoded_by_hand), adapter))
     program = compiled(adapted(model, adapter), torch.float32)
