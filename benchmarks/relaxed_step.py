@@ -83,14 +83,13 @@ class RelaxedStep:
         return sum(norm_bytes(self.work, self.mode, g) for g in groups)
 
     def beside(self, kind: Kind, sizes: list[float]) -> tuple[float, float]:
-        """Seconds of the large ones of some copies, and the share of host memory that each draws.
-
-        Whatever runs beside an update or a norm, which draw all of it, is slowed by at least that share.
-        """
+        """Seconds of the large ones of some copies, and the share of host memory that each draws beyond what
+        an update or a norm leaves, which is slowed by at least that share beside them."""
         if not self.machine.shared_memory:
             return 0.0, 0.0
         rate = self.machine.host_bandwidth
-        draws = [n / self.seconds(kind, n) / rate for n in sizes]
+        left = rate - self.machine.update_bandwidth
+        draws = [max(0.0, n / self.seconds(kind, n) - left) / rate for n in sizes]
         least = min(1.0, 0.97 * max(draws, default=0.0))
         large = (self.seconds(kind, n) for n, d in zip(sizes, draws, strict=True) if d >= least)
         return sum(large), least

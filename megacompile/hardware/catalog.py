@@ -232,7 +232,13 @@ def override(
     the other cards, of a machine to the others), what its drive reads and writes, and price per hour."""
     machine, sources = profile.machine, dict(profile.sources)
     if host_bandwidth is not None:
-        machine = replace(machine, host_bandwidth=host_bandwidth)
+        machine = replace(
+            machine,
+            host_bandwidth=host_bandwidth,
+            adam_bandwidth=None,
+            adam_beside_h2d=1.0,
+            adam_beside_d2h=1.0,
+        )
         sources["host bandwidth"] = f"{host_bandwidth / 1e9:g} GB/s sustained, as given"
     if link_bandwidth is not None:
         machine = replace(machine, h2d_bandwidth=link_bandwidth, d2h_bandwidth=link_bandwidth)

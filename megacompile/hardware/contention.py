@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megacompile.hardware.machine import Machine
+from megacompile.schedule.op_table import Stream
 from megacompile.schedule.step import Event, Op
 
 
@@ -20,7 +21,8 @@ def shared_times(
     causes = _causes(ops, runs)
     draws = [_draws(op, t, machine) for op, t in zip(ops, seconds, strict=True)] * runs
     lengths = list(seconds) * runs
-    computes = [op.stream == "compute" for op in ops] * runs
+    streams = [op.stream for op in ops] * runs
+    slow = _slow_by_cores if machine.shared_cores else _slow_updates
     count = len(lengths)
     waiting = [len(c) for c in causes]
     effects = _effects(causes)
@@ -40,8 +42,7 @@ def shared_times(
         if not running:
             break
         pace = _paces(running, draws)
-        if machine.shared_cores:
-            _slow_each_other(pace, computes, machine)
+        slow(pace, streams, machine)
         passed = min([left * pace[i] for i, left in running.items()])
         now += passed
         for index, left in list(running.items()):
@@ -68,11 +69,25 @@ def _paces(running: Iterable[int], draws: Sequence[tuple[float, float]]) -> dict
     return {i: max(slow_cores if draws[i][0] else 1.0, slow_memory if draws[i][1] else 1.0) for i in running}
 
 
-def _slow_each_other(pace: dict[int, float], computes: Sequence[bool], machine: Machine) -> None:
+def _slow_by_cores(pace: dict[int, float], streams: Sequence[Stream], machine: Machine) -> None:
     """Raise the paces of compute and of what runs beside it to those that were measured together."""
-    if 0 < sum(computes[i] for i in pace) < len(pace):
+    if 0 < sum(streams[i] == "compute" for i in pace) < len(pace):
         for i in pace:
-            pace[i] = max(pace[i], machine.compute_beside if computes[i] else machine.others_beside)
+            slower = machine.compute_beside if streams[i] == "compute" else machine.others_beside
+            pace[i] = max(pace[i], slower)
+
+
+def _slow_updates(pace: dict[int, float], streams: Sequence[Stream], machine: Machine) -> None:
+    """Raise the paces of what the host does to state and of copies beside it to those measured together."""
+    if machine.adam_beside_h2d == machine.adam_beside_d2h == 1.0:
+        return
+    running = {streams[i]: i for i in pace}
+    beside: tuple[tuple[Stream, float], ...]
+    beside = ("h2d", machine.adam_beside_h2d), ("d2h", machine.adam_beside_d2h)
+    for stream, slower in beside if "host" in running else ():
+        if stream in running:
+            for i in (running["host"], running[stream]):
+                pace[i] = max(pace[i], slower)
 
 
 def _release(index: int, effects: list[list[int]], waiting: list[int], ready: list[int]) -> None:

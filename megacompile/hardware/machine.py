@@ -25,9 +25,12 @@ class Machine:
     is the fixed cost of a transfer.
     ``attention_forward`` and ``attention_backward`` are the rates of attention, causal pairs counted once;
     None: that of products.
-    ``shared_memory`` says that transfers and updates share host memory bandwidth, ``shared_cores`` that
-    transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an update half);
-    ``compute_beside`` says how many times longer compute then takes beside another stream,
+    ``shared_memory`` says that transfers and updates share ``host_bandwidth``, of which an update alone moves
+    ``adam_bandwidth``, None: all of it. ``adam_beside_h2d`` and ``adam_beside_d2h`` say how many times longer
+    an update and a copy of that direction then take beside each other, at the least. ``adam_threads`` update
+    beside a GPU; None: by the number of cores.
+    ``shared_cores`` says that transfers, updates and compute share ``cores`` of a CPU (a copy takes one, an
+    update half); ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
     which the scratch memory of its kernels depends; None: not a GPU, or not known. ``chip`` is its compute
     capability (90: 9.0), which decides what attention runs, and by which
@@ -66,6 +69,15 @@ class Machine:
     replicas: int = 1
     beside: int = 1
     network_bandwidth: float = 50e9
+    adam_bandwidth: float | None = None
+    adam_beside_h2d: float = 1.0
+    adam_beside_d2h: float = 1.0
+    adam_threads: int | None = None
+
+    @property
+    def update_bandwidth(self) -> float:
+        """Bytes per second of host memory that updates, norms and momenta move where nothing runs beside."""
+        return self.host_bandwidth if self.adam_bandwidth is None else self.adam_bandwidth
 
     @property
     def host_flops(self) -> float:
@@ -81,6 +93,7 @@ class Machine:
         return replace(
             self,
             host_bandwidth=self.host_bandwidth / ranks,
+            adam_bandwidth=self.adam_bandwidth and self.adam_bandwidth / ranks,
             nvme_read_bandwidth=self.nvme_read_bandwidth / ranks,
             nvme_write_bandwidth=self.nvme_write_bandwidth / ranks,
             fabric_bandwidth=self.fabric_bandwidth or min(self.h2d_bandwidth, self.d2h_bandwidth),

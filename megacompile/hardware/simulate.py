@@ -111,9 +111,9 @@ def traffic_seconds(call: Call | Op, machine: Machine) -> float:
 
 def _state_seconds(op: Op, machine: Machine) -> float:
     """Return the seconds to go over a group's state, or its gradient: as fast as the memory that they are
-    in, and as the host multiplies."""
+    in, or the host's update, and as the host multiplies."""
     on_gpu = op.stream == "compute" and not machine.shared_cores  # a CPU runs the same kernel there
-    passes = op.nbytes / (machine.memory_bandwidth if on_gpu else machine.host_bandwidth)
+    passes = op.nbytes / (machine.memory_bandwidth if on_gpu else machine.update_bandwidth)
     return passes + op.flops / machine.host_flops if op.flops else passes
 
 

@@ -141,11 +141,15 @@ class Mixer:
 
     @property
     def _link_share(self) -> float:
-        """Return the share of host memory bandwidth that a copy over the link draws, where that is shared."""
+        """Return by how many of its seconds a copy over the link delays an update beside it: by the share of
+        host memory bandwidth that it draws beyond what an update leaves, or as they were measured."""
         machine = self.machine
         if not machine.shared_memory:
             return 0.0
-        return (machine.h2d_bandwidth + machine.d2h_bandwidth) / 2 / machine.host_bandwidth
+        left = machine.host_bandwidth - machine.update_bandwidth
+        drawn = (machine.h2d_bandwidth + machine.d2h_bandwidth) / 2 - left
+        measured = (machine.adam_beside_h2d + machine.adam_beside_d2h) / 2 - 1
+        return max(drawn / machine.host_bandwidth, measured)
 
     @property
     def _kept(self) -> int:

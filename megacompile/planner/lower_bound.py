@@ -76,7 +76,7 @@ def lower_bound(
     compute = forward + backward
     memory = (size + pushed + back + moved + normed) / host
     down, up = size / machine.h2d_bandwidth, (pushed + back) / machine.d2h_bandwidth
-    adam = moved / machine.host_bandwidth + sum(g.update_flops for g in trained) / machine.host_flops
+    adam = moved / machine.update_bandwidth + sum(g.update_flops for g in trained) / machine.host_flops
 
     gathers, sums = _gathers(work, machine), _sums(work, machine)
     drive = _drive(work, machine, plan)

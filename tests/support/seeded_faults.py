@@ -148,8 +148,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "hardware",
         "megacompile/hardware/simulate.py",
-        "op.nbytes / (machine.memory_bandwidth if on_gpu else machine.host_bandwidth)",
-        "op.nbytes / machine.host_bandwidth",
+        "op.nbytes / (machine.memory_bandwidth if on_gpu else machine.update_bandwidth)",
+        "op.nbytes / machine.update_bandwidth",
         ("tests/unit/hardware/test_simulate.py::test_durations_by_kind",),
     ),
     Fault(

@@ -26,13 +26,15 @@ def some_machine(draw: random.Random, machine: Machine) -> Machine:
     def rate(given: float) -> float:
         return given * 2 ** draw.uniform(-2, 2)
 
-    slow = draw.choice((1, 0.05))
+    slow, host = draw.choice((1, 0.05)), rate(machine.host_bandwidth)
     return replace(
         machine,
         flops=rate(machine.flops),
         h2d_bandwidth=slow * rate(machine.h2d_bandwidth),
         d2h_bandwidth=rate(machine.d2h_bandwidth),
-        host_bandwidth=rate(machine.host_bandwidth),
+        host_bandwidth=host,
+        adam_bandwidth=draw.choice((None, 0.6 * host)),
+        adam_beside_h2d=draw.choice((1.0, 1.3)),
         shared_memory=draw.random() < 0.7,
     )
 

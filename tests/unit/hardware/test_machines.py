@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_machine_file_is_read_back_exactly_and_may_hold_rates_alone(tmp_path: 
     assert load_machine(str(path)).machine == MACHINE
     fields = json.loads(profile_json(MachineProfile(MACHINE)))
     assert parse_profile(json.dumps({k: fields[k] for k in ("version", "machine")})).machine == MACHINE
+    later = {
+        "adam_bandwidth",
+        "adam_beside_h2d",
+        "adam_beside_d2h",
+        "adam_threads",
+    }  # than the first profiles
+    older = {k: v for k, v in fields["machine"].items() if k not in later}
+    known = parse_profile(json.dumps(fields | {"machine": older})).machine
+    assert known == MACHINE and known.update_bandwidth == MACHINE.host_bandwidth
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,8 @@ def test_overrides_replace_rates_and_say_so() -> None:
     assert mine.machine.d2h_bandwidth == 12e9
     assert mine.price_per_hour == 0.5
     assert "as given" in mine.sources["host bandwidth"] and "as given" in mine.sources["link"]
+    updates = replace(mine.machine, adam_bandwidth=1e9, adam_beside_h2d=2.0, adam_beside_d2h=2.0)
+    assert override(replace(mine, machine=updates), host_bandwidth=300e9).machine == mine.machine
 
 
 @pytest.mark.parametrize("name", PRESETS)

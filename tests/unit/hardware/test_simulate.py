@@ -57,15 +57,20 @@ def test_a_step_takes_at_least_what_each_stream_works(problem: Problem, machine:
         assert line.step_seconds >= line.busy[stream] * (1 - CLOSE)
 
 
-SHARED = st.sampled_from([{"shared_memory": True}, {"shared_cores": True, "cores": 2}])
+SHARED = st.sampled_from([
+    {"shared_memory": True}, {"shared_cores": True, "cores": 2},
+    {"shared_memory": True, "adam_beside_h2d": 1.3, "adam_beside_d2h": 1.1},
+])  # fmt: skip
 
 
 @settings(max_examples=100)
-@given(scheduled(), machines(), SHARED)
+@given(scheduled(), machines(), SHARED, st.sampled_from([None, 0.5]))
 def test_sharing_only_ever_slows_and_never_gives_more_than_there_is(
-    problem: Problem, machine: Machine, shared: dict[str, object]
+    problem: Problem, machine: Machine, shared: dict[str, object], updates: float | None
 ) -> None:
     machine = replace(machine, memory_bandwidth=machine.host_bandwidth)  # a CPU updates at the latter
+    if "shared_memory" in shared:
+        machine = replace(machine, adam_bandwidth=updates and updates * machine.host_bandwidth)
     step, crowded = problem[3], replace(machine, **shared)  # type: ignore[arg-type]
     alone, line = simulate(step, machine), simulate(step, crowded)
     slack = max(line.ends, default=0.0) * CLOSE
@@ -94,10 +99,28 @@ def before(step: Step, index: int, op: Op) -> list[int]:
 def test_two_copies_and_an_update_share_host_memory() -> None:
     """Each alone takes 1 s and draws all of the host's bandwidth: together they take 3 s."""
     machine = Machine("m", 1.0, 1.0, 10.0, 10.0, 10.0, shared_memory=True)
+    assert _seconds_together(machine) == pytest.approx([3.0] * 3)
+
+
+def _seconds_together(machine: Machine) -> list[float]:
+    """Seconds of a copy to the device, one from it, and an update, of 10 bytes each, all at once."""
     ops = tuple(Op(k, s, group=i, nbytes=10) for i, (k, s) in enumerate(
         [("prefetch", "h2d"), ("push_grad", "d2h"), ("adam", "host")]))  # type: ignore[arg-type]  # fmt: skip
     line = simulate(Step(ops, {}, 1), machine)
-    assert [e - s for s, e in zip(line.starts, line.ends, strict=True)] == pytest.approx([3.0] * 3)
+    return [e - s for s, e in zip(line.starts, line.ends, strict=True)]
+
+
+def test_an_update_has_a_rate_of_its_own() -> None:
+    """The host's memory has room for both copies beside an update, which takes what its cores allow."""
+    machine = Machine("m", 1.0, 1.0, 10.0, 10.0, 25.0, shared_memory=True, adam_bandwidth=5.0)
+    assert _seconds_together(machine) == pytest.approx([1.0, 1.0, 2.0])
+    assert _seconds_together(replace(machine, host_bandwidth=20.0))[:2] == pytest.approx([1.25, 1.25])
+
+
+def test_an_update_and_a_copy_slow_each_other_as_measured() -> None:
+    machine = Machine("m", 1.0, 1.0, 10.0, 10.0, 40.0, shared_memory=True, adam_bandwidth=10.0)
+    assert _seconds_together(replace(machine, adam_beside_h2d=1.25)) == pytest.approx([1.25, 1.0, 1.25])
+    assert _seconds_together(replace(machine, adam_beside_d2h=1.5)) == pytest.approx([1.0, 1.5, 1.5])
 
 
 @settings(max_examples=60)
