@@ -966,7 +966,9 @@ def runs_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     by 0.022 of their scale.
     """
     same = q.dtype == k.dtype == v.dtype and q.dtype != torch.float16
-    fits = max(v.shape[0], v.shape[2]) <= MAX_GRID and q.shape[3] <= MAX_WIDTH and v.numel() > 0
+    batch, heads = v.shape[0], v.shape[2]
+    fits = max(batch, heads) <= MAX_GRID and batch * heads < 1 << 31
+    fits &= q.shape[3] <= MAX_WIDTH and v.numel() > 0
     low = q.dtype == torch.bfloat16
     return runs_triton(q) and same and fits and (q.shape[3] >= MIN_WIDTH if low else not on_gpu(q))
 

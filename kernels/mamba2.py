@@ -971,8 +971,9 @@ def runs_kernels(x: Tensor, B: Tensor, C: Tensor) -> bool:
     float16 lacks the range for long memories; exact float32 products pass by the tensor cores.
     """
     same = x.dtype == B.dtype == C.dtype and x.dtype != torch.float16
-    fits = max(x.shape[0], x.shape[2]) <= MAX_GRID and B.shape[3] <= MAX_WIDTH and x.numel() > 0
-    fits &= x.shape[2] * x.shape[3] * MAX_WIDTH < 1 << 31
+    batch, _, heads, width = x.shape
+    fits = max(batch, heads) <= MAX_GRID and batch * heads < 1 << 31 and heads * width * MAX_WIDTH < 1 << 31
+    fits &= B.shape[3] <= MAX_WIDTH and x.numel() > 0
     return runs_triton(x) and same and fits and (x.dtype == torch.bfloat16 or not on_gpu(x))
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megacompile import kernels
-from megacompile.kernels._triton import Launch, launch, recording, tl, triton
+from megacompile.kernels import gated_delta, mamba2
+from megacompile.kernels._triton import Gpu, Launch, launch, recording, tl, triton
 from megacompile.kernels.adamw import Constants, adamw_triton
 from megacompile.kernels.attention import Rule
 from megacompile.kernels.attention import backward_triton as attention_backward
@@ -205,6 +206,16 @@ def test_grids_fit() -> None:
     """CUDA's end at 65535 in their second and third dimension."""
     for each in launches():
         assert each.grid[0] < FAR and max(each.grid[1:], default=1) < 1 << 16, each.kernel.__name__
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(65535, 65535), (1 << 16, 1), (1, 1 << 16)])
+def test_recurrences_leave_longer_grids_to_torch(batch: int, heads: int) -> None:
+    """The number of a head of all the batch is int32."""
+    one = empty(1, 1, 1, 128)
+    many = one.expand(batch, 1, heads, 128)
+    with recording(gpu=Gpu(132, ARCH)):
+        assert gated_delta.runs_kernels(one, one, one) and not gated_delta.runs_kernels(many, many, many)
+        assert mamba2.runs_kernels(one, one, one) and not mamba2.runs_kernels(many, many, many)
 
 
 @triton.jit
