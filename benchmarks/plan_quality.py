@@ -38,6 +38,7 @@ from megacompile.planner.arrangements import shapes, uniform
 from megacompile.planner.baselines import greedysnake_like
 from megacompile.planner.plan_floor import Floor
 from megacompile.planner.search import search
+from megacompile.planner.step_costs import StepCosts
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import Workload
@@ -193,7 +194,7 @@ class Tiny:
 
 def best_of_all(work: Workload, mode: Mode, machine: Machine, budget: int, plans: list[Plan]) -> float:
     """Seconds of the fastest plan that fits; by rising floors, until these are above the best."""
-    floor, best = Floor(work, mode, machine), math.inf
+    floor, best = Floor(StepCosts(work, mode, machine)), math.inf
     for seconds, plan in sorted(((floor.seconds(p), p) for p in plans), key=lambda pair: pair[0]):
         if seconds >= best:
             break

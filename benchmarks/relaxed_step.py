@@ -12,11 +12,12 @@ from benchmarks.relaxed_memory import BlockShare
 from benchmarks.relaxed_slots import Span
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import duration
-from megacompile.planner.treatments import Order, Treatments
+from megacompile.planner.step_costs import StepCosts
+from megacompile.planner.treatments import Order
 from megacompile.schedule.op_table import SPECS, Kind
 from megacompile.schedule.plan import Mode, norm_bytes
 from megacompile.schedule.step import Op
-from megacompile.schedule.workload import Workload
+from megacompile.schedule.workload import CheckpointPolicy, Workload
 
 
 class RelaxedStep:
@@ -27,10 +28,10 @@ class RelaxedStep:
         self.work, self.mode, self.machine, self.order = work, mode, machine, order
         self.program = LinearProgram()
         self.period = self.program.variable()
-        mixer = Treatments(work, mode, machine, order)
+        costs = StepCosts(work, mode, machine)
         self.shares = [
             [
-                BlockShare(self.program.variable(1.0), policy, host, mixer.offloaded_bytes(b, policy))
+                BlockShare(self.program.variable(1.0), policy, host, _offloaded_bytes(costs, b, policy))
                 for policy in {c.name: c for c in block.policies}.values()
                 for host in (False, True)
             ]
@@ -93,3 +94,9 @@ class RelaxedStep:
         least = min(1.0, 0.97 * max(draws, default=0.0))
         large = (self.seconds(kind, n) for n, d in zip(sizes, draws, strict=True) if d >= least)
         return sum(large), least
+
+
+def _offloaded_bytes(costs: StepCosts, block: int, policy: CheckpointPolicy) -> int:
+    """Bytes that wait from a block's forward for its own backward alone."""
+    moves = costs.offload(block, policy.name)
+    return moves[0].nbytes if moves else 0

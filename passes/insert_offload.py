@@ -7,6 +7,7 @@ block reads again.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from megacompile.schedule.op_table import Offloaded, Saved, Token, Value
 from megacompile.schedule.plan import Mode, Plan
@@ -19,42 +20,48 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     device."""
     if mode.kind in ("evaluate", "update") or all(block.saved_on == "device" for block in plan.blocks):
         return step
+    after: dict[int, list[Op]] = defaultdict(list)
+    before: dict[int, list[Op]] = defaultdict(list)
+    for index, back, tokens in tokens_of_own_backward(step, work):
+        op = step.ops[index]
+        if plan.blocks[op.block].saved_on == "device" or back - index < 4:
+            continue  # where the backward is next, there is nothing to gain
+        start = min(index + 1, back - 1)
+        offload, reload = moves(step, index, tokens)
+        after[index].append(offload)
+        after[start].append(Op("free_offloaded", "compute", op.block, micro=op.micro, frees=tokens))
+        before[max(back - plan.blocks[op.block].reload, start + 1)].append(reload)
+    return step.with_(ops=weave(step.ops, before, after))
+
+
+def moves(step: Step, forward: int, tokens: tuple[Token, ...]) -> tuple[Op, Op]:
+    """The offload of tokens of the forward at that index, and their reload."""
+    op, nbytes = step.ops[forward], sum(step.token_bytes[t] for t in tokens)
+    home = (Offloaded(op.block, op.micro),)
+    return (
+        Op("offload", "d2h", op.block, micro=op.micro, reads=tokens, writes=home, nbytes=nbytes),
+        Op("reload", "h2d", op.block, micro=op.micro, reads=home, writes=tokens, nbytes=nbytes),
+    )
+
+
+def tokens_of_own_backward(step: Step, work: Workload) -> Iterator[tuple[int, int, tuple[Token, ...]]]:
+    """Yield a forward's index, the tokens that afterwards only the block's own backward reads, and between
+    them the index of the first operation that does; leaves of the batch are too small to move."""
     readers: dict[Token, list[int]] = defaultdict(list)
     for index, op in enumerate(step.ops):
         for token in op.reads:
             readers[token].append(index)
-    after: dict[int, list[Op]] = defaultdict(list)
-    before: dict[int, list[Op]] = defaultdict(list)
     for index, op in enumerate(step.ops):
-        if op.kind != "forward" or plan.blocks[op.block].saved_on == "device":
+        if op.kind != "forward":
             continue
-        saved = _saved(step, index, readers, work)
-        if not saved:
-            continue
-        back = min(i for token in saved for i in readers[token] if i > index)
-        nbytes = sum(step.token_bytes[t] for t in saved)
-        home = Offloaded(op.block, op.micro)
-        start = min(index + 1, back - 1)
-        if back - index < 4:
-            continue  # the backward is next: there is nothing to gain
-        place = {"block": op.block, "micro": op.micro, "nbytes": nbytes}
-        after[index].append(Op("offload", "d2h", reads=saved, writes=(home,), **place))  # type: ignore[arg-type]
-        after[start].append(Op("free_offloaded", "compute", op.block, micro=op.micro, frees=saved))
-        before[max(back - plan.blocks[op.block].reload, start + 1)].append(
-            Op("reload", "h2d", reads=(home,), writes=saved, **place)  # type: ignore[arg-type]
+        found = tuple(
+            token
+            for token in (*op.reads, *op.writes)
+            if isinstance(token, Saved) or (isinstance(token, Value) and not work.values[token.value].batch)
+            if token[-1] == op.micro and _alone(step, index, readers[token])
         )
-    return step.with_(ops=weave(step.ops, before, after))
-
-
-def _saved(step: Step, index: int, readers: dict[Token, list[int]], work: Workload) -> tuple[Token, ...]:
-    """Return what only this block's own backward still reads; leaves of the batch are too small to move."""
-    op = step.ops[index]
-    own = []
-    for token in (*op.reads, *op.writes):
-        saved = isinstance(token, Saved) or (isinstance(token, Value) and not work.values[token.value].batch)
-        if saved and token[-1] == op.micro and _alone(step, index, readers[token]):
-            own.append(token)
-    return tuple(own)
+        if found:
+            yield index, min(i for token in found for i in readers[token] if i > index), found
 
 
 def _alone(step: Step, index: int, readers: list[int]) -> bool:

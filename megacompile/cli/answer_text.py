@@ -304,7 +304,7 @@ def _bound(shown: Prediction) -> str:
             else ""
         )
         + (
-            f"\n  updates of matrices, made orthogonal on the device {format_seconds(b.orthogonal)}; "
+            f"\n  updates of matrices, made orthogonal on the device {format_seconds(b.updates)}; "
             f"theirs are {format_bytes(updates)}\n    of what goes each way"
             if updates
             else ""

@@ -140,9 +140,7 @@ class Prediction:
     @cached_property
     def bound(self) -> Bound:
         machine = self.question.terms.machine
-        return lower_bound(
-            self.work, self.mode, machine, model_flops=self.model_flops, plan=self.planned.plan
-        )
+        return lower_bound(self.work, self.mode, machine, self.planned.step, model_flops=self.model_flops)
 
     @cached_property
     def worth(self) -> dict[str, Worth]:

@@ -7,7 +7,7 @@ reads the very step that is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megacompile.hardware.contention import shared_times
@@ -47,9 +47,13 @@ def simulate(step: Step, machine: Machine, seconds: list[float] | None = None) -
     for op, start, end, alone in zip(step.ops, starts, ends, seconds, strict=True):
         busy[op.stream] += end - start if shared else alone
     if machine.shared_memory:
-        moved = sum(op.nbytes // op.ranks for op in step.ops if op.stream not in ("compute", "comm"))
-        period = max(period, moved / machine.host_bandwidth)
+        period = max(period, host_memory_bytes(step.ops) / machine.host_bandwidth)
     return Timeline(tuple(starts), tuple(ends), max(period, *busy.values()), busy)
+
+
+def host_memory_bytes(ops: Iterable[Op]) -> int:
+    """Bytes that operations move through host memory."""
+    return sum(op.nbytes // op.ranks for op in ops if op.stream not in ("compute", "comm"))
 
 
 def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list[float]]:

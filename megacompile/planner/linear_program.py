@@ -10,15 +10,12 @@ is a start for the search in the simulator, which knows what counts cannot tell:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from megacompile.hardware.simulate import call_seconds, duration
 from megacompile.planner.simplex import Array, minimise
 from megacompile.planner.treatments import Kind, Takes, Treatments
 from megacompile.schedule.plan import norm_bytes
-from megacompile.schedule.step import Op
 
 _TIE = 1e-3  # weight of each stream's own work: of two mixtures as fast, the one that works less
 
@@ -64,11 +61,11 @@ class Mixer:
         for row, limit in self._time_rows(takes):
             rows.append(row)
             limits.append(limit)
-        scale = max(1.0, *takes.device, *takes.host)
-        rows.append([*(takes.device / scale), 0.0, 0.0, 0.0])
+        scale = max(1.0, *takes.device_bytes, *takes.host_bytes)
+        rows.append([*(takes.device_bytes / scale), 0.0, 0.0, 0.0])
         limits.append(max(0.0, device_bytes) / scale)
         if host_bytes is not None:
-            rows.append([*(takes.host / scale), 0.0, 0.0, 0.0])
+            rows.append([*(takes.host_bytes / scale), 0.0, 0.0, 0.0])
             limits.append(max(0.0, host_bytes) / scale)
         cost = np.array([*(_TIE * work), 0.0, 0.0, 1.0])
         unit = max(1e-30, *np.concatenate(takes.forward + takes.backward))  # seconds of about one
@@ -84,43 +81,34 @@ class Mixer:
     def _time_rows(self, takes: Takes[Array]) -> list[tuple[list[float], float]]:
         """(row, limit) of what keeps the two phases and the whole, the last variables, from being shorter."""
         first, second, whole = (np.eye(3)[i] for i in range(3))
-        adam, norm, pushes = self._fixed
-        matrices, nothing = self._matrices, (0.0, 0.0, 0.0)
         found: list[tuple[list[float], float]] = []
 
-        def no_longer(work: np.ndarray, fixed: float, phase: np.ndarray) -> None:
+        def no_longer(work: np.ndarray, phase: np.ndarray, fixed: float = 0.0) -> None:
             found.append(([*work, *-phase], -fixed))
 
+        keeps = self.mode.keeps_gradients
         if self.drive_after is not None:
             # a byte of offloaded activations is a byte of state that is read and written for its update
             rate = min(self.machine.nvme_read_bandwidth, self.machine.nvme_write_bandwidth)
-            updating = first if self.mode.keeps_gradients else whole
-            no_longer(takes.host / rate, (self._kept - self.drive_after) / rate, updating)
+            beyond = (self._kept - self.drive_after) / rate
+            no_longer(takes.host_bytes / rate, first if keeps else whole, beyond)
         if self.machine.shared_cores:
-            cores = self.machine.cores
-            copy, update = 1 / cores, max(1, cores // 2) / cores
-            computed = takes.compute_forward + takes.compute_backward
-            copied = sum(takes.forward[1:] + takes.backward[1:]) + takes.push
-            work = computed + copy * copied + update * (takes.adam + takes.norm)
-            taken = matrices[0] + copy * sum(matrices[1:])
-            no_longer(work, update * (adam + norm) + copy * pushes + taken, whole)
+            copy, update = 1 / self.machine.cores, max(1, self.machine.cores // 2) / self.machine.cores
+            shares = (1.0, copy, copy, update)
+            no_longer(np.dot(shares * 2, np.array([*takes.forward, *takes.backward])), whole)
             return found
         link = self._link_share
-        ahead_of, behind = (matrices, nothing) if self.mode.keeps_gradients else (nothing, matrices)
-        for stream, fixed in zip(takes.forward, ahead_of, strict=True):
-            no_longer(stream, fixed, first)
-        for stream, fixed in zip(takes.backward[:2], behind, strict=False):
-            no_longer(stream, fixed, second)
-        # the host's norms slow the gradients that leave meanwhile
-        leaving = pushes + link * norm + behind[2]
-        no_longer(takes.d2h_backward + takes.push + link * takes.norm, leaving, second)
-        no_longer(0 * takes.device, 0.0, whole - first - second)
-        ahead, back = link * sum(takes.forward[1:]), link * sum(takes.backward[1:])
-        if self.mode.keeps_gradients:
-            no_longer(ahead + takes.adam, adam, first)
-            no_longer(back + takes.norm + link * takes.push, norm + pushes * link, second)
-        else:
-            no_longer(ahead + back + takes.adam + link * takes.push, adam + pushes * link, whole)
+        for phase, (compute, h2d, d2h, host) in ((first, takes.forward), (second, takes.backward)):
+            no_longer(compute, phase)
+            no_longer(h2d, phase)
+            # the host's norms slow the gradients that leave meanwhile
+            no_longer(d2h + link * host if keeps and phase is second else d2h, phase)
+            if keeps:
+                no_longer(host + link * (h2d + d2h), phase)
+        no_longer(0 * takes.device_bytes, whole - first - second)
+        if not keeps:
+            copied = sum(takes.forward[1:3]) + sum(takes.backward[1:3])
+            no_longer(takes.host_forward + takes.host_backward + link * copied, whole)
         return found
 
     def _mixture(self, x: np.ndarray, unit: float) -> Mixture:
@@ -131,8 +119,10 @@ class Mixer:
             counts.append((kind, tuple(float(v) for v in x[place : place + size])))
             place += size
         blocks = len(self.blocks)
-        adam = self._fixed[0] + sum(
-            n * takes.adam for kind, given in counts for n, takes in zip(given, kind.takes, strict=True)
+        adam = sum(
+            n * takes.host_backward
+            for kind, given in counts
+            for n, takes in zip(given, kind.takes, strict=True)
         )
         deferred = 1 - float(x[-2]) * unit / adam if adam > 1e-12 and not self.machine.shared_cores else 0.0
         return Mixture(
@@ -155,27 +145,3 @@ class Mixer:
     def _kept(self) -> int:
         """Host bytes of gradients that wait."""
         return sum(norm_bytes(self.work, self.mode, g) for g in self.work.contributions)
-
-    @cached_property
-    def _fixed(self) -> tuple[float, float, float]:
-        """Seconds of all updates, of all norms, of all pushes of gradients."""
-        updated = self.work.contributions if self.mode.kind == "train" else ()
-        trained = [self.work.groups[g] for g in updated]
-        pushed = [n for block in self.work.blocks for _, n in block.grad_groups]
-        moved, flops = sum(g.update_bytes for g in trained), sum(g.update_flops for g in trained)
-        adam = duration(Op("adam", "host", nbytes=moved, flops=flops), self.machine)
-        normed = sum(norm_bytes(self.work, self.mode, g) for g in updated)
-        norm = duration(Op("norm", "host", nbytes=normed), self.machine)
-        ops = (Op("push_grad", "d2h", nbytes=n, ranks=self.work.ranks) for n in pushed)
-        pushes = sum(duration(op, self.machine) for op in ops)
-        return adam, norm, pushes * self.mode.micro_batches
-
-    @cached_property
-    def _matrices(self) -> tuple[float, float, float]:
-        """Seconds of each stream for the updates of matrices that the device makes orthogonal."""
-        updated = self.work.contributions if self.mode.kind == "train" else ()
-        known = [m for g in updated if (m := self.work.groups[g].matrices) is not None]
-        compute = sum(call_seconds(m.call, self.machine) for m in known)
-        loads = sum(duration(Op("load_update", "h2d", nbytes=m.nbytes), self.machine) for m in known)
-        pushes = sum(duration(Op("push_update", "d2h", nbytes=m.nbytes), self.machine) for m in known)
-        return compute, loads, pushes

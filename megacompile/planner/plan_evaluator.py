@@ -15,6 +15,7 @@ from megacompile.passes import finish, lower_memory
 from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.nvme_placement import Drive
 from megacompile.planner.plan_floor import Floor
+from megacompile.planner.step_costs import StepCosts
 from megacompile.schedule.op_table import SPECS, STREAMS, Kind
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Op, Step, peak_bytes
@@ -71,7 +72,8 @@ class Candidates:
         self.work, self.mode, self.machine = work, mode, machine
         self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
         self.spills, self.residents, self.resident = spills, residents, frozenset(resident)
-        self.floor = Floor(work, mode, machine)
+        self.costs = StepCosts(work, mode, machine, {*residents, *resident})
+        self.floor = Floor(self.costs)
         self.best: Planned | None = None
         self.expected = 0.0  # seconds of the linear program, of the fastest of its plans that fit; 0: of none
         self.lowered = 0  # operations so far

@@ -1,6 +1,6 @@
 """Floor: seconds and bytes that no step with a plan's choices can do without, without lowering the plan.
 
-In: a workload, a mode, a machine; then plans. Out, as seconds, the larger of two sums. All compute, with
+In: what the parts of a step cost; then plans. Out, as seconds, the larger of two sums. All compute, with
 what lies between the last gradient of a step and the next forward: that gradient's way out, the update that
 needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
 with all compute that follows the first use of the group that is updated last. As bytes, what blocks keep
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import call_seconds, duration
-from megacompile.schedule.plan import BlockPlan, Mode, Plan, norm_bytes
-from megacompile.schedule.step import Op
-from megacompile.schedule.workload import Workload
+from megacompile.planner.step_costs import StepCosts, seconds_by_part
+from megacompile.schedule.op_table import STREAMS
+from megacompile.schedule.plan import BlockPlan, Plan
 
 
 class Floor:
     """Floors of plans over one workload, mode and machine."""
 
-    def __init__(self, work: Workload, mode: Mode, machine: Machine) -> None:
-        self.work, self.mode, self.machine = work, mode, machine
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self.work, self.mode, self.machine = costs.work, costs.mode, costs.machine
 
     def seconds(self, plan: Plan) -> float:
         """A lower bound for the simulated step of ``plan``; state on the device is taken to cost nothing."""
@@ -94,14 +94,14 @@ class Floor:
     @cached_property
     def _turnaround(self) -> float:
         """From the end of the first block's last backward to its next forward."""
-        first = self.work.blocks[0]
+        first, last = self.work.blocks[0], self.mode.micro_batches - 1
         wanted = set.intersection(*(set(c.forward.groups) for c in first.policies))
         ways = [
-            self._push(nbytes) + self._norm(g) + self._adam(g) + self._fetch(g)
-            for g, nbytes in first.grad_groups
+            [op for op in self.costs.on_host[g] if op.block < 0 or (op.block, op.micro) == (0, last)]
+            for g, _ in first.grad_groups
             if g in wanted
         ]
-        return max(ways, default=0.0)
+        return max((sum(duration(op, self.machine) for op in way) for way in ways), default=0.0)
 
     @cached_property
     def _updates(self) -> tuple[int, float]:
@@ -112,21 +112,8 @@ class Floor:
             for b, block in enumerate(self.work.blocks)
             if all(last in c.forward.groups for c in block.policies)
         )
-        seconds = sum(self._adam(g) for g in self.work.contributions)
+        found = {g: seconds_by_part(self.costs.on_host[g], self.machine) for g in self.work.contributions}
+        seconds = sum(parts["update", "host"] for parts in found.values())
         use = next(users, None)  # none, where rows of the group are gathered as the step begins
-        return (0, seconds) if use is None else (use, seconds + self._fetch(last))
-
-    def _push(self, nbytes: int) -> float:
-        return duration(Op("push_grad", "d2h", nbytes=nbytes, ranks=self.work.ranks), self.machine)
-
-    def _norm(self, group: int) -> float:
-        return duration(Op("norm", "host", nbytes=norm_bytes(self.work, self.mode, group)), self.machine)
-
-    def _adam(self, group: int) -> float:
-        work = self.work.groups[group]
-        op = Op("adam", "host", nbytes=work.update_bytes, flops=work.update_flops)
-        return duration(op, self.machine)
-
-    def _fetch(self, group: int) -> float:
-        nbytes, ranks = self.work.groups[group].nbytes, self.work.ranks
-        return duration(Op("prefetch", "h2d", nbytes=nbytes, ranks=ranks), self.machine)
+        fetch = sum(found[last]["fetch", stream] for stream in STREAMS)
+        return (0, seconds) if use is None else (use, seconds + fetch)

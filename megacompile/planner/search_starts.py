@@ -63,10 +63,7 @@ def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
 
 def _mixer(candidates: Candidates, order: Order, resident: frozenset[int] = frozenset()) -> Mixer:
     drive = None if candidates.host_budget is None else candidates.drive
-    found = Treatments(
-        candidates.work, candidates.mode, candidates.machine, order,
-        candidates.residents, resident | candidates.resident,
-    )  # fmt: skip
+    found = Treatments(candidates.costs, order, resident | candidates.resident)
     return Mixer(found, None if drive is None else drive.spare)
 
 

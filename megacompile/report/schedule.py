@@ -88,7 +88,7 @@ class Schedule:
     @property
     def bound(self) -> Bound:
         """Seconds that no training step gets below with state where the plan has it."""
-        return lower_bound(self.work, self.mode, self.machine, plan=self.plan)
+        return lower_bound(self.work, self.mode, self.machine, self.step)
 
     @property
     def graph(self) -> fx.Graph:

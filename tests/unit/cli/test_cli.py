@@ -28,7 +28,8 @@ from megacompile.cli.step_figures import compute_parts, waits
 from megacompile.cli.workload_flops import complete_flops
 from megacompile.hardware.catalog import load_machine
 from megacompile.hardware.machine import Machine
-from megacompile.planner.lower_bound import lower_bound
+from megacompile.passes import lower
+from megacompile.planner.lower_bound import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
 from megacompile.planner.search import search
 from megacompile.report.schedule import Schedule
@@ -183,24 +184,29 @@ def _work(flops: int = 100) -> Workload:
 
 def test_the_bound_by_hand() -> None:
     machine = Machine(
-        "m", flops=100, memory_bandwidth=1, h2d_bandwidth=1000, d2h_bandwidth=500, host_bandwidth=7000
+        "m", flops=100, memory_bandwidth=14_000, h2d_bandwidth=1000, d2h_bandwidth=500, host_bandwidth=7000
     )
-    streamed = lower_bound(_work(), Mode("train"), machine, model_flops=900)
+
+    def bound(work: Workload, mode: Mode, machine: Machine, flops: int, state: Any = "host") -> Bound:
+        step = lower(work, Plan((BlockPlan("none"),), (GroupPlan(state=state),)), mode)
+        return lower_bound(work, mode, machine, step, model_flops=flops)
+
+    streamed = bound(_work(), Mode("train"), machine, 900)
     assert (streamed.compute, streamed.down, streamed.up, streamed.adam) == (9, 2, 4, 4)
     assert (streamed.seconds, streamed.binding) == (9, "compute")
-    clipped = lower_bound(_work(), Mode("train", deferred=True), machine, model_flops=900)
+    clipped = bound(_work(), Mode("train", deferred=True), machine, 900)
     assert clipped.seconds == pytest.approx(6 + 4)
     assert clipped.binding == "backward, then host Adam"
-    shared = lower_bound(_work(), Mode("train"), replace(machine, shared_memory=True), model_flops=300)
+    shared = bound(_work(), Mode("train"), replace(machine, shared_memory=True), 300)
     assert shared.seconds == shared.memory == pytest.approx((28000 + 2 * 2000) / 7000)
     assert shared.binding == "host memory"
-    plan = Plan((BlockPlan("all"),), (GroupPlan(state="device"),))
-    there = lower_bound(_work(), Mode("train"), machine, model_flops=300, plan=plan)
-    assert (there.seconds, there.down, there.adam) == (3, 0, 0)
+    there = bound(_work(), Mode("train"), machine, 300, "device")
+    added = 2000 / 14_000  # the gradient, to a buffer on the device
+    assert (there.seconds, there.down, there.adam) == (pytest.approx(3 + 2 + added), 0, 0)
+    assert there.updates == pytest.approx(2 + added)
     stored = replace(_work(), groups=(GroupWork("g", 2000, 1000, state_bytes=10_000),))
     drives = replace(machine, nvme_read_bandwidth=1000.0, nvme_write_bandwidth=100.0)
-    plan = Plan((BlockPlan("all"),), (GroupPlan(state="nvme-all"),))
-    found = lower_bound(stored, Mode("train"), drives, model_flops=300, plan=plan)
+    found = bound(stored, Mode("train"), drives, 300, "nvme-all")
     assert (found.seconds, found.binding) == ((10_000 + 2000) / 100, "the drive")  # read faster than written
 
 

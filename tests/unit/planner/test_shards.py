@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -41,11 +42,17 @@ def test_ranks_keep_state_on_their_devices_where_that_is_faster(mode: Mode) -> N
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bound_of_shards_on_devices_is_of_compute_and_exchanges(mode: Mode) -> None:
     here, there = (uniform(WORK, state=state) for state in ("device", "host"))
-    bound, of_host = (lower_bound(WORK, mode, MACHINE, plan=plan) for plan in (here, there))
+    steps = [lower(WORK, plan, mode) for plan in (here, there)]
+    bound, of_host = (lower_bound(WORK, mode, MACHINE, step) for step in steps)
     assert (bound.down, bound.up, bound.adam, bound.memory) == (0, 0, 0, 0)
+    assert bound.updates > 0 == of_host.updates
+    still = replace(
+        MACHINE, memory_bandwidth=math.inf
+    )  # what is copied and added on the device takes no time
+    bound, of_host = (lower_bound(WORK, mode, still, step) for step in steps)
     assert (bound.gathers, bound.sums) == (of_host.gathers, of_host.sums) and bound.gathers > 0
     slow = replace(MACHINE, fabric_bandwidth=1.0)
-    assert "between cards" in lower_bound(WORK, mode, slow, plan=here).binding
+    assert "between cards" in lower_bound(WORK, mode, slow, steps[0]).binding
 
 
 def test_a_rank_takes_its_shards_of_what_is_on_the_device() -> None:

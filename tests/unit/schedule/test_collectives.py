@@ -167,7 +167,10 @@ def test_sums_of_replicas_cross_the_network_and_weights_do_not() -> None:
         duration(op, replace(machine, network_bandwidth=1e9)) for op in gathers
     ]
     assert REPLICATED.shards == (-(-shard // 12) * 12,) * 2
-    bound, alone = (lower_bound(work, Mode("train"), machine).sums for work in (ON_MESH, WORK))
+    train, plan = Mode("train"), uniform(WORK)
+    bound, alone = (
+        lower_bound(work, train, machine, lower(work, plan, train)).sums for work in (ON_MESH, WORK)
+    )
     assert bound == pytest.approx(alone + 5 * duration(op, machine))
 
 

@@ -20,6 +20,7 @@ from megacompile.schedule.op_table import (
     Kind,
     Master,
     Norm,
+    Part,
     Ring,
     Saved,
     Spill,
@@ -66,6 +67,7 @@ def test_the_table_lists_each_kind_stream_and_cost_once() -> None:
     assert tuple(SPECS) == KINDS
     assert {spec.stream for spec in SPECS.values()} == set(STREAMS) == set(get_args(Stream))
     assert {spec.cost for spec in SPECS.values()} == set(get_args(Cost))
+    assert {spec.part for spec in SPECS.values()} == set(get_args(Part))
     known = {name for name, value in vars(StepRun).items() if callable(value) and name[0] != "_"}
     known |= {name for name in dir(StepRun) if not name.startswith("_") and callable(getattr(StepRun, name))}
     assert known == set(KINDS), "a method that no operation calls"
