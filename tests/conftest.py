@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.support import processes
-from tests.support.captures import Captures
+from tests.support.captures import Captures, nothing_kept
 from tests.support.cpu import CpuSeconds
 from tests.support.slow import mark_slow_cases
 
@@ -109,6 +109,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     if next(_tests) % 32 == 0:
         _set_aside()
     if item.nodeid.startswith(ANEW):
-        return (yield)
+        with nothing_kept():
+            return (yield)
     with _captures.shared():
         return (yield)

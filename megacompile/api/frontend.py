@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.blocks.chunk_roles import CHUNKS, length_of
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Partition, Template, partition
-from megacompile.blocks.policies import differentiate
+from megacompile.blocks.template_cache import differentiate_once
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.blocks.whole_sequences import why_whole
 from megacompile.capture.batch import Batch
@@ -112,7 +112,7 @@ class Frontend:
         gpu: Gpu | None = None,
         distributed: bool = False,
         capture: Callable[..., Captured] = capture,
-        differentiate: Callable[..., DifferentiatedTemplate] = differentiate,
+        differentiate: Callable[..., DifferentiatedTemplate] = differentiate_once,
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
         self.parameters = _describe(model, optimizer, compute_dtype)

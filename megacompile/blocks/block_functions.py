@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -33,7 +33,8 @@ Boxed = Callable[[list[Any]], list[Any]]
 """A function that takes one list, which it empties, and returns one."""
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked:
     """The requests of a function to a GPU's allocator: (number of a storage, its bytes, or 0 where it is
     given back), in order, and of each result its storage and its own bytes. The storages of arguments come
     first."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from megacompile.api.frontend import Compiled, Frontend, StateLayout
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
-from megacompile.blocks.policies import differentiate
+from megacompile.blocks.template_cache import differentiate_once
 from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.cli.models import Model, build, optimizer_of
@@ -61,7 +61,7 @@ class Repeated:
             distributed=ranks * replicas > 1,
             optimizer=optimizer,
             form=form,
-            differentiate=functools.partial(differentiate, check=False),  # weights' sizes make it slow
+            differentiate=functools.partial(differentiate_once, check=False),  # weights' sizes make it slow
         )
         self._whole = frontend(model.module)
         self._layers = _equal_layers(model)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.api.frontend import Frontend
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
-from megacompile.blocks.policies import differentiate
+from megacompile.blocks.template_cache import differentiate_once
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
@@ -71,10 +71,11 @@ class Captures:
         return self._captured[key]
 
     def differentiate(self, template: Any, mode: Any, *target: Any, **options: Any) -> DifferentiatedTemplate:
-        """As :func:`megacompile.blocks.policies.differentiate`."""
-        key = (template.digest, template.name, mode, target, *sorted(options.items()))
+        """As :func:`megacompile.blocks.template_cache.differentiate_once`."""
+        nodes = tuple(node.name for node in template.graph.nodes)
+        key = (template.digest, template.name, template.share, nodes, target, *sorted(options.items()))
         if key not in self._templates:
-            self._templates[key] = differentiate(template, mode, *target, **options)
+            self._templates[key] = differentiate_once(template, mode, *target, **options)
         return self._templates[key]
 
     @contextmanager
@@ -84,9 +85,17 @@ class Captures:
         with (
             mock.patch("megacompile.api.compile.Frontend", stages),
             mock.patch("megacompile.cli.repeat_layers.Frontend", stages),
-            mock.patch("megacompile.cli.repeat_layers.differentiate", self.differentiate),
+            mock.patch("megacompile.cli.repeat_layers.differentiate_once", self.differentiate),
         ):
             yield
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Differentiate each template anew: what other tests left decides nothing, nor do they meet what is made
+    here, maybe by code that a test has changed."""
+    with mock.patch("megacompile.blocks.template_cache._is_the_same_in_every_run", lambda graph: False):
+        yield
 
 
 def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
