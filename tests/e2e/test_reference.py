@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import megacompile
 
@@ -34,3 +38,31 @@ def test_the_reference_tells_of_everything_public() -> None:
     for name, member in inspect.getmembers(megacompile.Program):
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             assert f"| `{name}" in page, f"Program.{name} has no docstring"
+
+
+PAGES = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs" / "architecture").glob("*.md"))]
+PLACE = re.compile(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+)((?:\.\w+)*)`")
+
+
+def is_there(module: str, names: list[str]) -> bool:
+    """Return whether a module, as pages write it, has such a name; attributes of instances are looked for in
+    the source of their class."""
+    folder = next(
+        (f for f in (ROOT / "megacompile", ROOT / "tests", ROOT) if (f / module).parent.is_dir()), ROOT
+    )
+    if names and (folder / f"{module}.{'.'.join(names)}").exists():
+        return True
+    if not (folder / f"{module}.py").exists():
+        return (folder / module).is_dir() and not names
+    found: object = importlib.import_module(f"megacompile.{module.replace('/', '.')}")
+    for name in names:
+        if not hasattr(found, name):
+            return inspect.isclass(found) and f"self.{name}" in inspect.getsource(found)
+        found = getattr(found, name)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_that_a_page_names_is_there(page: Path) -> None:
+    named = PLACE.findall(page.read_text())
+    assert not [module + names for module, names in named if not is_there(module, names.split(".")[1:])]
