@@ -15,7 +15,7 @@ from megacompile.cli.estimator import Study
 from megacompile.cli.largest_batch import enlarged
 from megacompile.cli.plan_answer import Answer, Prediction, Question, least_host
 from megacompile.hardware.catalog import PROFILES
-from megacompile.planner.min_feasible_budget import least_alike
+from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.state.host_budget import host_bytes
@@ -144,7 +144,7 @@ def _just_fitting(
     """The number in [1, high), ``most`` at most, that should just fit, bytes being linear in it, and its true
     bytes."""
     q, high_bytes = answer.question, answer.least.device_bytes
-    low_bytes = least_alike(enlarged(answer.work, 1 / high), q.mode(True))
+    low_bytes = least(enlarged(answer.work, 1 / high), q.mode(True)).nbytes
     if low_bytes <= q.hbm_budget and high_bytes > low_bytes:
         n = 1 + (q.hbm_budget - low_bytes) * (high - 1) // (high_bytes - low_bytes)
         n = min(n, n if most is None else most)

@@ -10,7 +10,7 @@ from megacompile.cli.estimator import Study
 from megacompile.cli.models import Model
 from megacompile.cli.plan_answer import Answer, Question
 from megacompile.cli.workload_flops import map_calls
-from megacompile.planner.min_feasible_budget import least_alike
+from megacompile.planner.min_feasible_budget import least
 from megacompile.schedule.workload import Call, Workload
 
 
@@ -34,7 +34,7 @@ def estimate_largest(answer: Answer) -> Largest:
     q, here = answer.question, answer.least.device_bytes
     grown = 2.0
     for _ in range(2):
-        there = least_alike(enlarged(answer.work, grown), q.mode(True))
+        there = least(enlarged(answer.work, grown), q.mode(True)).nbytes
         grown = max(0.0, 1 + (grown - 1) * (q.hbm_budget - here) / max(1, there - here))
         if grown <= 1:
             break

@@ -98,11 +98,6 @@ def _with(plan: Plan, checkpoints: Sequence[str]) -> Plan:
     return replace(plan, blocks=tuple(replace(block, checkpoint=name) for block, name in blocks))
 
 
-def least_alike(work: Workload, mode: Mode) -> int:
-    """The least device bytes of plans that treat all blocks alike: nearly the least, at less cost."""
-    return min(peak_bytes(lower_memory(work, plan, mode)) for plan in _uniform_plans(work, mode))
-
-
 def _uniform_plans(work: Workload, mode: Mode) -> Iterator[Plan]:
     """Everything streamed just in time, little kept."""
     offered = policies_of(work)
