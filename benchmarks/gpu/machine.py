@@ -33,6 +33,10 @@ _ASKED = {
 }
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "numpy", "setuptools")
 _TOUCH_THREADS = 4
+_QWEN_3B = (
+    *[(2048, 2048), (256, 2048), (11008, 2048)] * 2,
+    (2048, 11008),
+)  # the weights of one of its layers
 
 
 def where(to: Recorder) -> None:
@@ -209,12 +213,15 @@ def _triton_kernel() -> float:
     return error
 
 
-def rates(to: Recorder, nbytes: int) -> None:
-    """Measure the profile, and keep it where plans take it from; first touch of host memory beside it."""
+def rates(to: Recorder, nbytes: int, copied: int, updated: int) -> None:
+    """Measure the profile, and keep it where plans take it from; then what it leaves out: ``nbytes`` of host
+    memory at their first touch, products of a second model, int8 moments of ``updated`` parameters, and the
+    link by copies of ``copied`` bytes."""
     import torch
 
     from megacompile.hardware.kept_profile import keep_profile
     from megacompile.hardware.measure import describe, profile
+    from megacompile.hardware.product_rates import measure_products
     from megacompile.state.host_arena import HostArena
 
     threads = torch.get_num_threads()
@@ -232,3 +239,61 @@ def rates(to: Recorder, nbytes: int) -> None:
         finding["text"] = describe(measured)
         if torch.cuda.is_available():
             finding["kept"] = str(keep_profile(measured))
+            threads = measured.machine.adam_threads or threads
+    if torch.cuda.is_available():
+        with to.finding("products of Qwen2.5-3B's layers, FLOPs per s") as finding:
+            found = measure_products(_QWEN_3B)
+            finding["value"] = {"at first": found.cold, "after a second": found.hot}
+        with to.finding("the link by large copies, bytes per s") as finding:
+            finding["value"] = _large_copies(copied)
+    with to.finding("AdamW with int8 moments, parameters per s") as finding:
+        finding["value"] = {f"{threads} threads": _coded_update(updated, threads)}
+
+
+def _large_copies(nbytes: int) -> dict[str, float]:
+    """Bytes per second each way, alone and both at once, of copies as large as what a layer saves."""
+    import torch
+
+    from megacompile.hardware.measure import measure_link
+    from megacompile.runtime.pinned_memory import page_lock, page_unlock
+    from megacompile.state.host_arena import HostArena, padded
+
+    arena = HostArena(2 * padded(nbytes))
+    hosts = [arena.take((nbytes,), torch.uint8) for _ in range(2)]
+    pieces, code = page_lock(arena.tensor)
+    if code:
+        raise RuntimeError(f"cudaHostRegister of {arena.nbytes} bytes ends with CUDA error {code}")
+    try:
+        link = measure_link(hosts, repeats=1)
+    finally:
+        for first, _ in pieces:
+            page_unlock(first)
+    return {"down": link.down, "up": link.up, "both at once, each": link.together}
+
+
+def _coded_update(elements: int, threads: int) -> float:
+    """Parameters per second of host AdamW with bf16 gradients and moments of 8 bits."""
+    import torch
+
+    from megacompile.state.adam import AdamHyper
+    from megacompile.state.coded_adam import Coded, coded_adamw_step
+    from megacompile.state.host_arena import HostArena, padded
+    from megacompile.state.moment_formats import CODINGS
+
+    coding = CODINGS["int8"]
+    codes, scales = coding.code_bytes(elements), coding.blocks(elements)
+    sizes = [2 * elements, 2 * elements, 2 * elements, codes, codes, 4 * scales, 4 * scales]
+    arena = HostArena(sum(map(padded, sizes)))
+    high, grad = (arena.take((elements,), torch.bfloat16) for _ in range(2))
+    low = arena.take((elements,), torch.int16)
+    moments = [
+        Coded(arena.take((codes,), torch.uint8), arena.take((scales,), torch.float32)) for _ in range(2)
+    ]
+
+    def step() -> None:
+        coded_adamw_step((high, low), *moments, grad, AdamHyper(lr=1e-3), coding, threads)
+
+    step()  # builds the kernel, and touches the memory
+    start = time.perf_counter()
+    step()
+    return elements / (time.perf_counter() - start)

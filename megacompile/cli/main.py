@@ -106,6 +106,9 @@ def _diff_arguments(diff: argparse.ArgumentParser) -> None:
 def _profile_arguments(measure: argparse.ArgumentParser) -> None:
     measure.add_argument("--out", metavar="FILE", default="machine.json", help="the file (machine.json)")
     measure.add_argument("--nvme", metavar="DIR", help="a folder on the drive to measure as well")
+    measure.add_argument(
+        "--model", help="whose layers' products are timed on a GPU: as plan takes it (llama-3.1-8b)"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,9 +157,15 @@ def _run_profile(options: argparse.Namespace) -> int:
     from megacompile.hardware.catalog import profile_json
     from megacompile.hardware.kept_profile import keep_profile
     from megacompile.hardware.measure import describe, profile
+    from megacompile.hardware.product_rates import LLAMA_8B, layer_weights
 
     nvme = folder_of(options.nvme, "--nvme") if options.nvme else None
-    measured = profile(nvme)
+    name, weights = options.model or "llama-3.1-8b", LLAMA_8B
+    if options.model:
+        from megacompile.cli.models import load_model
+
+        weights = layer_weights(load_model(name).module)
+    measured = profile(nvme, name, weights)
     try:
         path_of(options.out, "--out").write_text(profile_json(measured) + "\n")
     except OSError as error:

@@ -229,22 +229,32 @@ def copy_bandwidth(elements: int = 4 << 20) -> float:
 
 
 def adam_bandwidth(threads: int, elements: int = 4 << 20) -> float:
-    """Bytes per second of host memory that an Adam step moves, at 28 per parameter, in memory of its kind."""
+    """Bytes per second of host memory that an Adam step moves with an FP32 gradient, in its fastest run."""
     import torch
 
-    from megacompile.state.adam import AdamHyper, adamw_step
+    update = adam_update(elements, torch.float32)
+    nbytes = update(threads)  # touches the memory
+    return nbytes / _fastest(lambda: update(threads))
+
+
+def adam_update(elements: int, gradient: torch.dtype) -> Callable[[int], int]:
+    """An Adam step of so many parameters, in memory of its kind: called with a number of threads, it returns
+    the bytes of host memory that it has moved."""
+    import torch
+
+    from megacompile.state.adam import STEP_BYTES, AdamHyper, adamw_step
     from megacompile.state.host_arena import HostArena, padded
 
-    dtypes = torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.float32
+    dtypes = torch.bfloat16, torch.int16, torch.float32, torch.float32, gradient
     arena = HostArena(sum(padded(dtype.itemsize * elements) for dtype in dtypes))
     high, low, first, second, grad = (arena.take((elements,), dtype) for dtype in dtypes)
     hyper = AdamHyper(lr=1e-3)
 
-    def step() -> None:
+    def update(threads: int) -> int:
         adamw_step((high, low), first, second, grad, hyper, threads)
+        return (STEP_BYTES + gradient.itemsize) * elements
 
-    step()  # touches the memory
-    return 28 * elements / _fastest(step)
+    return update
 
 
 def _fastest(run: Callable[[], object], repeats: int = 8, limit: float = 0.5) -> float:

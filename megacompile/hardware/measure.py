@@ -1,16 +1,16 @@
 """Profile: measure this machine into a :class:`~megacompile.hardware.catalog.MachineProfile`.
 
-With a CUDA device: products, attention and launches on it, copies from and to pinned host memory, each
-direction alone and both together. Without: what the CPU backend uses in their stead. Host memory and Adam are
-measured in both cases, and a drive where a folder on it is given. All figures and how they came about are in
-``sources``.
+With a CUDA device: products of a model's layers after a second of them, attention and launches on it, copies
+from and to pinned host memory, each direction alone and both together, host AdamW alone and beside these
+copies. Without: what the CPU backend uses in their stead. A drive is measured where a folder on it is given.
+All figures and how they came about are in ``sources``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,12 @@ import torch
 
 from megacompile.blocks.cpu_products import float32_products
 from megacompile.hardware.catalog import MachineProfile
-from megacompile.hardware.machine import Machine, adam_bandwidth, copy_bandwidth, this_cpu
+from megacompile.hardware.machine import Machine, copy_bandwidth, this_cpu
+from megacompile.hardware.product_rates import LLAMA_8B, TOKENS, Weights, measure_products
+from megacompile.hardware.update_rates import measure_updates
 from megacompile.kernels.sdpa import attention, attention_backward, attention_backward_flops, attention_flops
 from megacompile.state.drive_benchmark import measure_drive
-from megacompile.units import host_available, update_threads, usable_cores
+from megacompile.units import host_available, usable_cores
 
 _PRODUCT_SIZES = (512, 1024, 2048, 4096, 8192)
 _COPY = 256 << 20  # bytes of one copy over a link
@@ -31,29 +33,35 @@ _SCRATCH = 1 << 30  # bytes of a file on the drive
 _REPEATS = 8
 _ADAM = 64 << 20  # parameters of an update: 1 GiB, beyond any cache
 _ADAM_FREE = 64  # bytes for each that have to be free: four times what it takes
+_LEFT = 6  # cores at the most that host AdamW is tried without, beside a GPU
 _ATTENTION = (1, 16, 8192, 128)  # sequences, heads, tokens, columns
 _TIMED_LAUNCHES = 2000
 
 
-def profile(nvme: Path | None = None) -> MachineProfile:
-    """Measure for some seconds."""
+def profile(
+    nvme: Path | None = None, model: str = "llama-3.1-8b", weights: Weights = LLAMA_8B
+) -> MachineProfile:
+    """Measure for some seconds; on a GPU products of these weights, those of a layer of ``model``."""
     cuda = torch.cuda.is_available()
+    products = measure_products(weights) if cuda else None  # first, while the GPU is cold
     rates = {d: _products(d, "cuda" if cuda else "cpu") for d in (torch.bfloat16, torch.float32)}
     bf16, fp32 = (max(r.values()) for r in rates.values())
     sources = {
         f"{name} rate": ", ".join(f"{size}³: {rate / 1e12:.3g} TFLOP/s" for size, rate in found.items())
         for name, found in zip(("bf16", "fp32"), rates.values(), strict=True)
     }
-    machine = _device(bf16, sources) if cuda else replace(this_cpu(torch.bfloat16), flops=bf16)
-    threads = torch.get_num_threads()
-    counts = [update_threads(usable_cores())] if cuda else sorted({1, max(1, threads // 2), threads})
-    elements = min(_ADAM, host_available() // _ADAM_FREE)
-    adam = {n: adam_bandwidth(n, elements) for n in counts}
-    sources["host Adam"] = ", ".join(f"{n} threads: {rate / 1e9:.3g} GB/s" for n, rate in adam.items())
-    if cuda:
-        machine = replace(machine, host_bandwidth=max(adam.values()))
+    if products is not None:
+        sources["bf16 rate"] = f"layers of {model}, {TOKENS:,} tokens: {products}; {sources['bf16 rate']}"
+        machine = _device(products.hot, sources)
     else:
+        machine = replace(this_cpu(torch.bfloat16), flops=bf16)
         sources["link"] = _both_ways(copy_bandwidth)
+    threads, cores = torch.get_num_threads(), usable_cores()
+    counts = range(max(1, cores - _LEFT), max(2, cores)) if cuda else {1, max(1, threads // 2), threads}
+    updates = measure_updates(sorted(counts), min(_ADAM, host_available() // _ADAM_FREE))
+    sources["host Adam"] = str(updates)
+    if cuda:
+        machine = updates.of(machine)
     if nvme is not None:
         read, write = measure_drive(nvme, _SCRATCH).engine
         sources["drive"] = f"read {read / 1e9:.3g} GB/s, written {write / 1e9:.3g} GB/s, in {nvme}"
@@ -109,13 +117,10 @@ class LinkRates:
         )
 
 
-def measure_link() -> LinkRates:
-    """Time copies of 256 MiB."""
-    host, device = (
-        torch.empty(_COPY, dtype=torch.uint8).pin_memory(),
-        torch.empty(_COPY, dtype=torch.uint8, device="cuda"),
-    )
-    other_host, other = torch.empty_like(host).pin_memory(), torch.empty_like(device)
+def measure_link(hosts: Sequence[torch.Tensor] = (), repeats: int = _REPEATS) -> LinkRates:
+    """Time copies from and to two page-locked tensors of bytes [n], by default of 256 MiB."""
+    host, other_host = hosts or (torch.empty(_COPY, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    device, other = (torch.empty_like(host, device="cuda") for _ in range(2))
     streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def both() -> None:
@@ -124,9 +129,9 @@ def measure_link() -> LinkRates:
         with torch.cuda.stream(streams[1]):
             other_host.copy_(other, non_blocking=True)
 
-    down = _COPY / _fastest_seconds(lambda: device.copy_(host, non_blocking=True))
-    up = _COPY / _fastest_seconds(lambda: other_host.copy_(other, non_blocking=True))
-    return LinkRates(down, up, _COPY / _fastest_seconds(both))
+    down = host.nbytes / _fastest_seconds(lambda: device.copy_(host, non_blocking=True), repeats)
+    up = host.nbytes / _fastest_seconds(lambda: other_host.copy_(other, non_blocking=True), repeats)
+    return LinkRates(down, up, host.nbytes / _fastest_seconds(both, repeats))
 
 
 def _device(flops: float, sources: dict[str, str]) -> Machine:

@@ -85,12 +85,13 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
     api = TorchCuda(device)
     dtype: Dtype = "bf16" if compute_dtype == torch.bfloat16 else "fp32"
+    machine = _machine_of(device, dtype)
     return Backend(
         device,
         torch.cuda.get_device_properties(device).total_memory,
-        _machine_of(device, dtype),
+        machine,
         lambda budget: plan_bytes(api, budget),
-        lambda budget, world: CudaDevice(api, budget, world),
+        lambda budget, world: CudaDevice(api, budget, world, machine.adam_threads),
         lacking_bytes,
         LOOSE_BYTES,
         functools.partial(spare_bytes, growing=api.growing),

@@ -53,7 +53,14 @@ class CudaDevice(Device):
 
     immediate = False
 
-    def __init__(self, api: CudaMemory, budget_bytes: int, world: World | None = None) -> None:
+    def __init__(
+        self,
+        api: CudaMemory,
+        budget_bytes: int,
+        world: World | None = None,
+        adam_threads: int | None = None,
+    ) -> None:
+        """``adam_threads`` update where the machine has one rank, None: as many as the cores allow."""
         self.api = api
         self.torch_device = api.device
         self._budget = budget_bytes
@@ -61,7 +68,8 @@ class CudaDevice(Device):
         self.unsettled = _UNSETTLED
         world = world or World()
         cores, threads = usable_cores() // world.local, torch.get_num_threads()
-        self.adam_threads = update_threads(cores)
+        known = adam_threads if world.local == 1 else None  # measured for the whole machine
+        self.adam_threads = update_threads(cores) if known is None else min(known, cores)
         share = {"h2d": 1, "d2h": 1, "comm": 1, "host": self.adam_threads, "land": max(1, cores // 4),
                  "nvme_read": 1, "nvme_write": 1}  # fmt: skip
 
