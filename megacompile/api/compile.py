@@ -35,6 +35,7 @@ from megacompile.state.model_ownership import reclaim
 from megacompile.state.moment_formats import StateFormat, check_format
 from megacompile.state.optimizer import adopt, form_of, updates_like_adamw
 from megacompile.state.torch_optimizer import Foreign
+from megacompile.tested_versions import warn_of_newer
 from megacompile.units import RESERVE, host_available, parse_bytes
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def compile(
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
     ``BudgetError`` with the least feasible budget where the given one is too small.
     """
+    warn_of_newer()
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
     if isinstance(model, nn.Module):
         reclaim(model, optimizer)

@@ -10,10 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from megacompile.errors import MegacompileError
+from megacompile.tested_versions import TESTED, describe_tested, is_newer
 from megacompile.units import format_bytes, host_available, usable_cores
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROBE = 256_000_000
+_IN_A_ROW = 2  # packages
 _STATE = 12  # host bytes per parameter: master and two moments, FP32
 
 
@@ -52,7 +54,7 @@ def examine() -> str:
     """The screen: memory, cores, host Adam, packages, accelerator, disk, with what each one limits."""
     rows = [*_host_memory(), ("pinned memory", _memlock()), ("cores", _cores()), ("host Adam", _adam())]
     rows += [("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
-    rows += [("packages", _packages()), ("accelerator", _accelerator()), ("disk here", _disk())]
+    rows += [*_packages(), ("accelerator", _accelerator()), ("disk here", _disk())]
     return "\n".join(f"{name:<15} {text}" for name, text in rows)
 
 
@@ -121,14 +123,21 @@ def _adam() -> str:
     return describe_backend()
 
 
-def _packages() -> str:
+def _packages() -> list[tuple[str, str]]:
+    """What is there of the packages that are used, and the versions that the tests run with."""
     found = []
-    for name in ("torch", "triton", "transformers", "numpy", "matplotlib"):
+    for name in (*TESTED, "matplotlib"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return ", ".join(found)
+            continue
+        newer = "newer than tested: " if is_newer(name, version) else "tested: "
+        found.append(
+            f"{name} {version} ({newer}{describe_tested(name)})" if name in TESTED else f"{name} {version}"
+        )
+    rows = [", ".join(found[i : i + _IN_A_ROW]) for i in range(0, len(found), _IN_A_ROW)]
+    return [("packages" if i == 0 else "", row) for i, row in enumerate(rows)]
 
 
 def _accelerator() -> str:
