@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 SLICE ?= 1/1
 
-.PHONY: demo test test-all test-slow durations rehearsal gpu-carried simulated simulated-part simulated-all simulated-newest test-newest docs check format clean
+.PHONY: demo test test-all test-slow durations rehearsal gpu-carried simulated simulated-part simulated-all simulated-newest test-newest release docs check format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -87,6 +87,22 @@ test-newest: $(READY)
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $(NEWEST)/packages.txt
 	CUDASIM_DEVICES=0 LD_LIBRARY_PATH=$(NEWEST)/cudasim $(NEWEST)/bin/python -m pytest \
 		--numprocesses 2 --dist worksteal --ignore tests/simulated -m 'not slow and not nightly'
+
+# A wheel and a source distribution, their metadata checked. The wheel is tried in an environment of its own, and with
+# the oldest and the newest packages.
+RELEASE := .venv-release
+release: $(READY) $(CUDA)/.ready
+	$(MAKE) $(NEWEST)/.ready $(NEWER)
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check 'build>=1.2' 'twine>=6.1'
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --outdir dist .
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(PYTHON) -m tests.support.release dist/*.whl
+	CUDASIM_DEVICES=0 LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/cudasim $(PYTHON) -m tests.support.release dist/*.whl \
+		--beside $(CUDA)/bin/python
+	CUDASIM_DEVICES=0 LD_LIBRARY_PATH=$(CURDIR)/$(NEWEST)/cudasim $(PYTHON) -m tests.support.release dist/*.whl \
+		--beside $(NEWEST)/bin/python
 
 # The documentation as a site, in build/site: an environment of its own, as nothing else needs a site's tools.
 docs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -64,3 +65,9 @@ def test_a_newer_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_release_is_its_first_two_numbers(version: str, newer: bool) -> None:
     assert is_newer("torch", version) == newer
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == [project["version"]] == [megacompile.__version__]
