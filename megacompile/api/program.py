@@ -168,7 +168,7 @@ class Program:
             except BaseException:
                 session.drop_gradients()
                 raise
-        return StepOutput(self._session, results, everyone)
+        return session.output(results, everyone)
 
     @alone
     @cuts_loss
@@ -197,7 +197,7 @@ class Program:
         with session.world.together():
             given = _outputs_for(loss, outputs)
             micro, own, everyone = agreed_batches(session, batch, "accumulate", weigh, given)
-            return StepOutput(session, StepResults(self._accumulate(micro, own, loss)), everyone)
+            return session.output(StepResults(self._accumulate(micro, own, loss)), everyone)
 
     @alone
     def optimizer_step(self) -> StepOutput:
@@ -205,7 +205,7 @@ class Program:
         self._ready()
         with self.world.together():
             self.world.compare(self._described_update)
-            return StepOutput(self._session, self._session.update(), ())
+            return self._session.output(self._session.update(), ())
 
     @alone
     def drop_gradients(self) -> None:
@@ -325,7 +325,7 @@ class Program:
             raise
         results = self._session.update()
         results.take_losses(losses)
-        return StepOutput(self._session, results, weights)
+        return self._session.output(results, weights)
 
     @alone
     def synchronize(self) -> None:

@@ -45,6 +45,7 @@ from megacompile.runtime.call_context import exclusive, refuse_autocast, whole_s
 from megacompile.runtime.device import Device
 from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.executor import Runtime
+from megacompile.runtime.step_output import StepOutput
 from megacompile.runtime.step_results import StepInputs, StepResults, raise_skipped
 from megacompile.schedule.plan import Mode
 from megacompile.state.background_save import BackgroundSave
@@ -456,6 +457,10 @@ class Session:
         results = self.run([self._last_batch], mode, [])
         assert not self.runtime.has_gradients
         return results
+
+    def output(self, results: StepResults, weights: Sequence[float]) -> StepOutput:
+        """The results of a run, as the caller of a step has them."""
+        return StepOutput(results, weights, self.await_losses, self.await_norm)
 
     def same_process(self) -> None:
         """Refuse a forked child."""

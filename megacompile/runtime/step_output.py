@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from megacompile.errors import ProgramError
 from megacompile.runtime.step_results import StepResults
-
-if TYPE_CHECKING:
-    from megacompile.api.session import Session
 
 
 class StepLoss(Tensor):
@@ -41,17 +38,26 @@ class StepLoss(Tensor):
 
 
 class StepOutput:
-    """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read."""
+    """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read.
 
-    def __init__(self, session: Session, results: StepResults, weights: Sequence[float]) -> None:
-        self._session = session
+    ``await_losses`` and ``await_norm`` return when the results have them, or raise why they never will.
+    """
+
+    def __init__(
+        self,
+        results: StepResults,
+        weights: Sequence[float],
+        await_losses: Callable[[], None],
+        await_norm: Callable[[], None],
+    ) -> None:
         self._results = results
         self._weights = tuple(weights)
+        self._await_losses, self._await_norm = await_losses, await_norm
 
     @property
     def losses(self) -> tuple[Tensor, ...]:
         """The loss of each micro-batch before it is weighted, as 0-d tensors."""
-        self._session.await_losses()
+        self._await_losses()
         return tuple(loss.as_subclass(StepLoss) for loss in self._results.losses)
 
     @property
@@ -69,7 +75,7 @@ class StepOutput:
     def grad_norm(self) -> Tensor | None:
         """The gradient's 2-norm before clipping; None where updates do not wait for it."""
         if self._results.grad_norm is None and self._results.takes_norm:
-            self._session.await_norm()
+            self._await_norm()
         return self._results.grad_norm
 
     def __repr__(self) -> str:
