@@ -40,7 +40,7 @@ from megacompile.graph.node_storage import written_buffers
 from megacompile.graph.tile_cuts import Cuts, families, tables
 from megacompile.graph.tile_rewriter import Tiled, tile
 from megacompile.kernels._triton import Gpu
-from megacompile.planner.device_state_fill import with_state
+from megacompile.planner.group_state import with_state
 from megacompile.planner.lowest_bytes import values_bytes
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.state.moment_formats import Form

@@ -24,7 +24,7 @@ from megacompile.cli.workload_flops import complete_flops
 from megacompile.errors import BudgetError
 from megacompile.hardware.catalog import Dtype
 from megacompile.passes import lower_memory
-from megacompile.planner.device_state_fill import with_state
+from megacompile.planner.group_state import with_state
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import Known, first_that_fits, plan_program

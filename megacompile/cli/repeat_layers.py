@@ -27,7 +27,7 @@ from megacompile.capture.batch import Batch
 from megacompile.cli.models import Model, build, optimizer_of
 from megacompile.graph.tile_cuts import Cuts
 from megacompile.kernels._triton import Gpu
-from megacompile.planner.device_state_fill import with_state
+from megacompile.planner.group_state import with_state
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.state.moment_formats import Form
 

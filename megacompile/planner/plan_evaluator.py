@@ -140,15 +140,23 @@ class Candidates:
         found = self.measure(plan)
         return found.fits and self.simulate(found)
 
-    def simulate(self, found: EvaluatedPlan) -> bool:
+    def measure_as_is(self, plan: Plan) -> EvaluatedPlan:
+        """The plan as it is, and the step before its waits."""
+        self.evaluations += 1
+        step = self._lower(plan)
+        peak = peak_bytes(step)
+        return EvaluatedPlan(plan, plan, step, peak, peak <= self.budget_bytes)
+
+    def simulate(self, found: EvaluatedPlan, within: float = _BETTER) -> bool:
+        """Return whether a plan takes less than ``within`` times as long as the best, and replaces it."""
         _, plan, step, peak, _ = found
         seconds = [self._duration(op) for op in step.ops]
-        if self.best is not None and _busiest(step, seconds) >= self.best.seconds:
+        if self.best is not None and _busiest(step, seconds) >= self.best.seconds * within:
             return False
         step = finish(step, self.work, plan, self.mode)
         self.lowered += len(step.ops) // 2
         timeline = simulate(step, self.machine, seconds)
-        if self.best is not None and timeline.step_seconds >= self.best.seconds * _BETTER:
+        if self.best is not None and timeline.step_seconds >= self.best.seconds * within:
             return False
         self.best = Planned(plan, step, timeline, peak, 0)
         return True

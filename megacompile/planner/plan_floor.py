@@ -48,7 +48,7 @@ class Floor:
         kept = sum(self._kept(b, p) for b, p in enumerate(plan.blocks) if p.saved_on == "device")
         held = sum(
             self.work.groups[g].nbytes
-            for g in self._again
+            for g in self.again
             if plan.groups[g].residency == "step" and plan.groups[g].state != "device"
         )
         return kept * (self.mode.micro_batches if plan.order == "breadth" else 1) + held
@@ -59,7 +59,7 @@ class Floor:
         return policy.saved_bytes if policy.recompute is None and policy.backward is not None else 0
 
     @cached_property
-    def _again(self) -> set[int]:
+    def again(self) -> set[int]:
         """Groups that a block's forward and its backward read."""
         return {
             g

@@ -1,4 +1,4 @@
-"""Plan a program: how far its weights are cut, the search, and which state is on the device.
+"""Plan a program: how far its weights are cut, and the search.
 
 In:  one kind of batch at ever smaller pieces, a mode, and :class:`PlanTerms`. Out: the batch as it is cut,
 and its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, so they cannot disagree.
@@ -6,7 +6,6 @@ and its plan. ``megacompile.compile`` and ``megacompile plan`` both plan here, s
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megacompile.blocks.weight_groups import Assembly
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.hardware.machine import Machine
 from megacompile.planner.baselines import Planner
-from megacompile.planner.device_state_fill import not_gathered, reside, trained_groups
+from megacompile.planner.group_state import may_reside, not_gathered
 from megacompile.planner.nvme_placement import Drive, Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import follow, search
@@ -94,15 +93,11 @@ def plan_program(
     :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits, of the
     tilings up to one whose activations alone take more than ``most`` bytes.
     """
-    tiling, planned = choose(
+    return choose(
         candidates, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
         gathers=gathers, resides=terms.places_state(mode), most=most,
         fits_host=lambda r, planned: terms.fits_host(r.assembly, planned),
     )  # fmt: skip
-    if terms.follows(mode) or any(group.state.startswith("nvme") for group in planned.plan.groups):
-        return tiling, planned
-    work = tiling.assembly.work
-    return tiling, reside(planned, work, mode, terms.machine, terms.budget_bytes, terms.residents)
 
 
 def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T]) -> T:
@@ -145,15 +140,11 @@ def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None)
     if terms.planner is not None and terms.follows(mode):
         return follow(terms.planner(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
     room = terms.host_room(assembly) if drive is None else drive.room
-    resident = not_gathered(work, terms.residents or ())
-    if resident:  # state that need not move between programs, if its place can be spared
-        with contextlib.suppress(BudgetError):
-            return search(work, mode, machine, budget, host_budget=room, resident=resident)
-    residents = trained_groups(work) if terms.places_state(mode) else ()
     winners = [] if known is None else known.setdefault((mode, work.digest), [])
     planned = search(
         work, mode, machine, budget, host_budget=None if drive is not None else room, drive=drive,
-        residents=residents, also=winners[-_SCORED:],
+        residents=may_reside(work) if terms.residents is None else (),
+        resident=not_gathered(work, terms.residents or ()), also=winners[-_SCORED:],
     )  # fmt: skip
     winners.append(planned.plan)
     return planned

@@ -25,7 +25,7 @@ from megacompile.planner.nvme_placement import Drive
 from megacompile.planner.plan_cache import place_of, read, write
 from megacompile.planner.plan_evaluator import Candidates, Planned
 from megacompile.planner.plan_moves import Move, moves
-from megacompile.planner.search_starts import all_resident, few_blocks, fixed, mixtures
+from megacompile.planner.search_starts import all_resident, few_blocks, fill_device, fixed, mixtures
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
@@ -53,10 +53,11 @@ def search(
     offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A
     ``drive`` bounds them instead: by what all state leaves in RAM, where a plan meets that, so that nothing
     wears the drive; else each plan is scored over the state's best placement beside what its step takes.
-    The state of the groups ``residents`` may be on the device, that of ``resident`` is. ``also`` are plans
-    to score as well, such as those of smaller budgets: what is found is never slower than one of them that
-    fits. On an interrupt the best plan so far is returned, if any. What was found is kept for later
-    searches for the same.
+    The state of the groups ``residents`` may be on the device. That of ``resident`` is there from another
+    program: it stays where a plan with all of it fits, else as much of it as the fastest leaves room for.
+    ``also`` are plans to score as well, such as those of smaller budgets: what is found is never slower than
+    one of them that fits. On an interrupt the best plan so far is returned, if any. What was found is kept
+    for later searches for the same.
 
     Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
@@ -68,11 +69,19 @@ def search(
             return follow(known, work, mode, machine, budget_bytes)
     if lowest_bytes(work, mode) > budget_bytes:
         raise infeasible(work, mode, budget_bytes)
-    for limit, spills in _host_limits(host_budget, drive):
-        found = Candidates(work, mode, machine, budget_bytes, limit, drive, spills, residents, resident)
+    trains = mode.kind == "train" and drive is None
+    weighed = [g for g in residents if g in work.contributions] if trains else []
+    terms: list[tuple[int | None, bool, Drive | None, Collection[int]]] = []
+    if resident:  # state that need not move between programs, if its place can be spared
+        room = host_budget if drive is None else drive.room
+        terms += [(*limit, None, resident) for limit in _host_limits(room, None)]
+    terms += [(*limit, drive, ()) for limit in _host_limits(host_budget, drive)]
+    for limit, spills, place, there in terms:
+        found = Candidates(work, mode, machine, budget_bytes, limit, place, spills, weighed, there)
         try:
             with without_garbage_collection():
                 _try_starts(found, also)
+                fill_device(found, residents or resident)
             whole = True
         except KeyboardInterrupt:
             whole = False

@@ -6,7 +6,9 @@ the step that comes of it just fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -173,3 +175,39 @@ def _keeping_less(plan: Plan, names: Sequence[str]) -> Iterator[Plan]:
             yield replace(
                 plan, blocks=(*plan.blocks[:b], replace(now, checkpoint=checkpoint), *plan.blocks[b + 1 :])
             )
+
+
+def fill_device(candidates: Candidates, groups: Collection[int]) -> None:
+    """Keep the state of as many more of these groups on the device as fit beside the best plan, if that is
+    faster.
+
+    Frozen groups, which are all weights, come first, and stay from step to step even where that is as fast
+    and no faster. Then others in the order of the forward: theirs are the updates that end a step last and
+    that the next step wants first. Modes that do not train take all that fit, so that state need not move.
+    """
+    work, best = candidates.work, candidates.best
+    if best is None or any(group.state.startswith("nvme") for group in best.plan.groups):
+        return
+    plans = best.plan.groups
+    left = [g for g in sorted(groups) if plans[g].state == "host"]
+    frozen = [g for g in left if g not in work.contributions and not work.groups[g].state_bytes]
+    others = [g for g in left if g not in frozen]
+    held = {g for g in candidates.floor.again if plans[g].residency == "step"}
+    frozen.sort(key=lambda g: g not in held)  # theirs are slots that no other group uses
+    trains = candidates.mode.kind == "train"
+    for more, within in ((frozen, 1 + 1e-9), (others, 1 - 1e-9)):
+        _fill_with(candidates, more, within if trains else math.inf)
+
+
+def _fill_with(candidates: Candidates, groups: Sequence[int], within: float) -> None:
+    """Take the plan with as many of the first groups on the device as fit, if it takes no more than
+    ``within`` times as long."""
+    assert candidates.best is not None
+    plan, budget = candidates.best.plan, candidates.budget_bytes
+
+    def too_many(count: int) -> bool:  # one more never needs less memory
+        return candidates.measure_as_is(with_state_at(plan, groups[:count], "device")).peak > budget
+
+    count = bisect_left(range(1, len(groups) + 1), True, key=too_many)
+    if count:
+        candidates.simulate(candidates.measure_as_is(with_state_at(plan, groups[:count], "device")), within)

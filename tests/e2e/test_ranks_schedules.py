@@ -15,7 +15,7 @@ from megacompile.distributed.world import World
 from megacompile.hardware.machine import Machine
 from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.baselines import Planner
-from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.group_state import trained_groups
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
 from tests.e2e.test_schedules import STEPS, Setup, any_plan, start

@@ -17,7 +17,7 @@ from megacompile.hardware.machine import nominal_cpu
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
 from megacompile.planner.arrangements import with_state_at
-from megacompile.planner.device_state_fill import reside, trained_groups
+from megacompile.planner.group_state import may_reside, trained_groups
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import peak_bytes
@@ -176,12 +176,12 @@ def test_the_choice_follows_time() -> None:
     """State goes to the device only where the simulated step gets faster by it."""
     work, machine = chain(6), nominal_cpu(torch.float32)
     mode = Mode("train")
-    best = search(work, mode, machine, 10**6)
-    found = reside(best, work, mode, machine, 10**6, None)
+    groups = may_reside(work)
+    found = search(work, mode, machine, 10**6, residents=groups)
     assert all(g.state == "device" for g in found.plan.groups)
-    assert reside(best, work, mode, machine, 10**6, ()) is best
+    assert not search(work, mode, machine, 10**6).step.resident
     slow = replace(machine, memory_bandwidth=1e6)
-    assert reside(best, work, mode, slow, 10**6, None) is best
+    assert not search(work, mode, slow, 10**6, residents=groups).step.resident
     assert with_state_at(found.plan, (0,), "device") == found.plan
 
 
@@ -201,7 +201,8 @@ def test_state_on_the_device_is_worth_more_than_activations(clip: bool) -> None:
     work, mode = layers_of_8b(), Mode("train", deferred=clip)
     machine = load_machine("h200").rates("bf16")
     budget, groups = 30 * 10**9, trained_groups(work)
-    last = reside(search(work, mode, machine, budget), work, mode, machine, budget, None)
+    last = search(work, mode, machine, budget, resident=groups)  # all of which has no place
+    assert 0 < len(last.step.resident) < len(groups)
     found = search(work, mode, machine, budget, residents=groups)
     assert found.step.resident and found.peak_bytes <= budget
     assert found.seconds < 0.8 * last.seconds

@@ -30,7 +30,7 @@ from megacompile import Program, ProgramError
 from megacompile.distributed.world import World
 from megacompile.hardware.machine import Machine
 from megacompile.planner.arrangements import with_state_at
-from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.group_state import trained_groups
 from megacompile.planner.search import search
 from megacompile.runtime.block_calls import Blocks
 from megacompile.schedule.plan import Mode, Plan

@@ -9,7 +9,7 @@ import pytest
 
 from megacompile.hardware.machine import Machine
 from megacompile.passes import lower
-from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.group_state import trained_groups
 from megacompile.planner.lower_bound import lower_bound
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
-from megacompile.planner.device_state_fill import trained_groups
+from megacompile.planner.group_state import trained_groups
 from megacompile.planner.lower_bound import lower_bound
 from megacompile.planner.plan_floor import Floor
 from megacompile.planner.step_costs import StepCosts
