@@ -6,6 +6,7 @@ A plan's peak is exact, and known before its waits are; its time is simulated.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,13 +75,22 @@ class Candidates:
         self.spills, self.residents, self.resident = spills, residents, frozenset(resident)
         self.costs = StepCosts(work, mode, machine, {*residents, *resident})
         self.floor = Floor(self.costs)
+        self._calls: dict[tuple[Kind, int, str], float] = {}  # seconds of blocks' functions
+        self._forget()
+
+    def _forget(self) -> None:
         self.best: Planned | None = None
         self.expected = 0.0  # seconds of the linear program, of the fastest of its plans that fit; 0: of none
         self.lowered = 0  # operations so far
         self.evaluations = self._begun = 0
         self.seen: set[Plan] = set()
         self.misfits: dict[Plan, tuple[int, int]] = {}  # their peaks, and host bytes above the budget
-        self._calls: dict[tuple[Kind, int, str], float] = {}  # seconds of blocks' functions
+
+    def anew(self) -> Candidates:
+        """Return candidates for the same question, none of them tried."""
+        other = copy(self)
+        other._forget()
+        return other
 
     def expect(self, seconds: float) -> None:
         """Note the seconds of the linear program of a plan that fits."""
@@ -102,6 +112,12 @@ class Candidates:
     def restart(self) -> None:
         """A new best plan has all evaluations for itself."""
         self.lowered, self._begun = 0, self.evaluations
+
+    def take(self, other: Candidates) -> None:
+        """Count what another search tried, and keep its best plan if that is faster."""
+        self.evaluations += other.evaluations
+        if other.best is not None and (self.best is None or other.best.seconds < self.best.seconds * _BETTER):
+            self.best = other.best
 
     def measure(self, plan: Plan) -> EvaluatedPlan:
         """The plan over its best placement and the step before its waits."""

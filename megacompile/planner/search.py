@@ -25,7 +25,7 @@ from megacompile.planner.nvme_placement import Drive
 from megacompile.planner.plan_cache import place_of, read, write
 from megacompile.planner.plan_evaluator import Candidates, Planned
 from megacompile.planner.plan_moves import Move, moves
-from megacompile.planner.search_starts import all_resident, few_blocks, fill_device, fixed, mixtures
+from megacompile.planner.search_starts import all_resident, apart, few_blocks, fill_device, fixed, mixtures
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
@@ -168,12 +168,18 @@ def _try_starts(found: Candidates, also: Sequence[Plan]) -> None:
         others = {i for i, g in enumerate(plan.groups) if i not in found.residents or g.state != "device"}
         blocks = tuple(replace(b, saved_on="host") if b.saved_on == "nvme" else b for b in plan.blocks)
         found.score(replace(with_state_at(plan, others, "host"), blocks=blocks, workload=""))
+    begun = set[Plan]()
     for start in (mixtures, few_blocks, fixed, _least, all_resident):  # those that cost most, last
         before = found.best
         start(found)
         if found.best is not before:
+            assert found.best is not None
+            begun.add(found.best.plan)
             found.restart()
             _improve(found)
+    for other in apart(found, begun) if found.best is not None else ():
+        _improve(other)
+        found.take(other)
 
 
 def _least(found: Candidates) -> None:

@@ -19,6 +19,7 @@ from megacompile.passes import lower
 from megacompile.planner import plan_evaluator
 from megacompile.planner import search as search_module
 from megacompile.planner.arrangements import _rounded
+from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
@@ -222,6 +223,24 @@ def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plan_evaluator, "simulate", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         search(work, TRAIN, MACHINE, PLENTY)
+
+
+def test_slower_starts_with_state_on_the_device_are_improved_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The only other start is the plan of the least bytes; of local search only what it is given counts."""
+    for start in ("mixtures", "few_blocks", "fixed", "all_resident"):
+        monkeypatch.setattr(search_module, start, lambda found: None)
+    given: list[Planned] = []
+    monkeypatch.setattr(search_module, "_improve", lambda found: given.append(found.best))
+    work, slow = chain(12), replace(MACHINE, host_bandwidth=500.0)
+    found = search(work, TRAIN, slow, PLENTY, residents=range(12))
+    there = [sum(g.state == "device" for g in start.plan.groups) for start in given]
+    assert there[0] == 0 and there[1:] and all(count >= 4 for count in there[1:]), there
+    assert len({start.plan for start in given}) == len(given)
+    assert found.seconds == min(start.seconds for start in given) < given[0].seconds
+    alone = search(work, TRAIN, slow, PLENTY)
+    assert len(given) == len(there) + 1 and found.evaluations > alone.evaluations
 
 
 def test_deferred_updates_help_where_the_host_is_the_roof() -> None:
