@@ -36,6 +36,23 @@ static void update(const Job *job, int64_t begin, int64_t end) {
     }
 }
 
+/* Denormals and rounding as IEEE says, on this thread; returns what `restore` takes. */
+INLINE unsigned ieee_mode(void) {
+#if defined(__x86_64__)
+    unsigned mode = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+INLINE void restore(unsigned mode) {
+#if defined(__x86_64__)
+    _mm_setcsr(mode);
+#endif
+}
+
 /* `low` is NULL where the weight is whole. */
 void mc_adam(int64_t n, void *weight, int16_t *low, float *exp_avg, float *exp_avg_sq,
              const void *grad, const Hyper *h, int64_t bf16, int64_t adamw, int64_t maximize,
@@ -45,14 +62,33 @@ void mc_adam(int64_t n, void *weight, int16_t *low, float *exp_avg, float *exp_a
     const int64_t unit = unit_size(n, threads), units = (n + unit - 1) / unit;
 #pragma omp parallel for schedule(dynamic) num_threads((int)MAX(1, MIN(threads, units)))
     for (int64_t u = 0; u < units; u++) {
-#if defined(__x86_64__)
-        unsigned mode = _mm_getcsr(); /* denormals and rounding as IEEE says, on every thread */
-        _mm_setcsr(0x1f80);
-#endif
+        const unsigned mode = ieee_mode();
         update(&job, u * unit, MIN(n, (u + 1) * unit));
-#if defined(__x86_64__)
-        _mm_setcsr(mode);
-#endif
+        restore(mode);
+    }
+}
+
+/* The same for some rows of a table, each of `width` elements: row rows[r] by row r of `grad`, or by a
+ * gradient of zeros where that is NULL. */
+void mc_adam_rows(int64_t count, const int64_t *rows, int64_t width, void *weight, int16_t *low,
+                  float *exp_avg, float *exp_avg_sq, const void *grad, const Hyper *h, int64_t bf16,
+                  int64_t adamw, int64_t maximize, int64_t threads) {
+    static const float zeros[1024]; /* stays in cache: rows without a gradient read none from memory */
+    const int64_t most = grad ? width : 1024, weight_size = low ? 2 : 4, grad_size = bf16 ? 2 : 4;
+    const Constants constants = constants_of(h, (int)bf16, (int)adamw, (int)maximize);
+#pragma omp parallel for schedule(dynamic, 16) num_threads((int)MAX(1, MIN(threads, count)))
+    for (int64_t r = 0; r < count; r++) {
+        const unsigned mode = ieee_mode();
+        for (int64_t begin = 0; begin < width; begin += most) {
+            const int64_t at = rows[r] * width + begin;
+            const Job job = {(char *)weight + at * weight_size, low ? low + at : NULL, exp_avg + at,
+                             exp_avg_sq + at,
+                             grad ? (const char *)grad + (r * width + begin) * grad_size
+                                  : (const char *)zeros,
+                             constants};
+            update(&job, 0, MIN(most, width - begin));
+        }
+        restore(mode);
     }
 }
 

@@ -126,6 +126,44 @@ def adamw_step(
     run([*state.values()], hyper, threads or torch.get_num_threads())
 
 
+@torch.no_grad()
+def adamw_rows(
+    master: Tensor | tuple[Tensor, Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rows: Tensor,
+    width: int,
+    grad: Tensor | None,
+    hyper: AdamHyper,
+    threads: int | None = None,
+) -> None:
+    """Take the step of :func:`adamw_step` for some rows of a table alone, in place and with the same bits.
+
+    `master` and the moments are of the whole table, flat (rows * width); `rows` (n, int64) are different
+    ones; `grad` (n, width) has their gradients, None stands for zeros.
+    """
+    hi, lo = (master, None) if isinstance(master, Tensor) else master
+    state = {"master": hi} if lo is None else {"hi": hi, "lo": lo}
+    check(**state, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    count = threads or torch.get_num_threads()
+    if backend() == "c":
+        flags = (grad is not None and grad.dtype == torch.bfloat16, hyper.decoupled, hyper.maximize)
+        call_kernel(
+            "mc_adam_rows", len(rows), rows.contiguous(), width, hi, lo, exp_avg, exp_avg_sq,
+            None if grad is None else grad.contiguous(), scalars(hyper), *flags, count,
+        )  # fmt: skip
+        return
+    tables = [x.view(-1, width) for x in (*state.values(), exp_avg, exp_avg_sq)]
+    step = max(1, TILE // width)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        taken = [table[some].view(-1) for table in tables]
+        own = hi.new_zeros(taken[0].numel()) if grad is None else grad[start : start + step].reshape(-1)
+        _torch_step([*taken, own], hyper, count)
+        for table, values in zip(tables, taken, strict=True):
+            table[some] = values.view(-1, width)
+
+
 def check(**tensors: Tensor) -> None:
     """Refuse tensors that the kernels cannot take: wrong dtype, not flat, of different lengths."""
     first, numel = next((name, x.numel()) for name, x in tensors.items())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megacompile.cache_dir import cache_folder
 from megacompile.state import adam
-from megacompile.state.adam import AdamHyper, adamw_step, join, split, torch_fused
+from megacompile.state.adam import AdamHyper, adamw_rows, adamw_step, join, split, torch_fused
 from tests.support.scripts import Script
 
 BACKENDS = ("c", "torch")
@@ -504,3 +504,40 @@ def test_threads_race_to_build(tmp_path: Path, compiles_fast: None) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: adam._load("fp32", compiler(), tmp_path), range(2)))
     assert [x.suffix for x in tmp_path.iterdir()] == [".so"]
+
+
+ROWS = 40
+ODD = replace(HYPER, decoupled=False, maximize=True, grad_scale=0.3, step=3)
+
+
+@pytest.mark.parametrize("width", [1, 7, 255, 300, 1031])
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hyper", [HYPER, ODD])
+def test_rows_alone_get_the_bits_of_the_whole_table(
+    width: int, halves: bool, dtype: torch.dtype, hyper: AdamHyper, any_backend: str
+) -> None:
+    """Some rows by their gradients and the others by none, wherever vectors end, are one step of all."""
+    weight, *moments, grad = random_state(ROWS * width, seed=width)
+    grad = grad.view(ROWS, width).to(dtype)
+    named = torch.tensor([0, 3, 4, 17, ROWS - 1])
+    others = torch.tensor([row for row in range(ROWS) if row not in named])
+    grad[others] = 0
+    whole, apart = ([x.clone() for x in (weight, *moments)] for _ in range(2))
+    for state in (whole, apart):
+        if halves:
+            high, low = (
+                torch.empty_like(weight, dtype=torch.bfloat16),
+                torch.empty_like(weight, dtype=torch.int16),
+            )
+            split(weight, high, low)
+            state[:1] = [high, low]
+
+    def master(state: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        return (state[0], state[1]) if halves else state[0]
+
+    adamw_step(master(whole), *whole[-2:], grad.flatten(), hyper, 2)
+    adamw_rows(master(apart), *apart[-2:], others.flip(0), width, None, hyper, 2)
+    assert not torch.equal(whole[-1], apart[-1])
+    adamw_rows(master(apart), *apart[-2:], named, width, grad[named], hyper, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
