@@ -13,6 +13,7 @@ from functools import cached_property
 from benchmarks.linear import Row, total
 from benchmarks.relaxed_step import RelaxedStep
 from megacompile.hardware.simulate import call_seconds
+from megacompile.schedule.plan import named_bytes
 
 
 def limit_updates(step: RelaxedStep, pushed: Mapping[int, tuple[int, int]]) -> None:
@@ -108,7 +109,8 @@ class _Updates:
             return
         updates = fetched = 0
         for g in sorted(self._work.contributions):
-            updates += self._work.groups[g].update_bytes
+            group, named = self._work.groups[g], named_bytes(self._work, self._step.mode, g)
+            updates += group.update_bytes * (named or group.nbytes) // group.nbytes
             fetched += self._work.groups[g].nbytes
             if g in self._first_use:
                 use = self._first_use[g]

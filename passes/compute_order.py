@@ -48,6 +48,22 @@ def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step
     return step.with_(ops=tuple(builder.ops), token_bytes=builder.token_bytes)
 
 
+def known_losses(step: Step, work: Workload) -> list[int]:
+    """Return where each micro-batch's loss is known: behind a forward, or where the first gradient comes that
+    a loss outside of the program gives."""
+    if work.outside:
+        first: dict[int, int] = {}
+        for index, op in enumerate(step.ops):
+            if op.kind == "load_grad":
+                first.setdefault(op.micro, index)
+        return sorted(first.values())
+    return [
+        index
+        for index, op in enumerate(step.ops)
+        if op.kind == "forward" and any(isinstance(t, Value) and t.value == work.loss for t in op.writes)
+    ]
+
+
 class _Order:
     def __init__(self, work: Workload, plan: Plan, mode: Mode) -> None:
         self.work = work
@@ -80,9 +96,11 @@ class _Order:
                 token = self._take(Value(v, m), value.nbytes)
                 table = tuple(Master(g) for g in value.rows)
                 kind: Kind = "gather" if table else "load"
+                copied = 2 * value.nbytes if table else 0  # rows are read, and written side by side
                 self.ops.append(
-                    Op(kind, "compute", micro=m, reads=table, writes=(token,), nbytes=value.nbytes)
-                )
+                    Op(kind, "compute", micro=m, reads=table, writes=(token,), nbytes=value.nbytes,
+                       moved_bytes=copied)
+                )  # fmt: skip
 
     def forward(self, b: int, m: int) -> None:
         block, policy = self.work.blocks[b], self._policy(b)

@@ -12,6 +12,7 @@ each other's. With one rank the step stays as it is.
 
 from __future__ import annotations
 
+from megacompile.passes.compute_order import known_losses
 from megacompile.schedule.op_table import (
     Agreed,
     Kind,
@@ -19,7 +20,6 @@ from megacompile.schedule.op_table import (
     ResidentGrad,
     Shard,
     Stream,
-    Value,
     WeightGrad,
     Weights,
 )
@@ -36,7 +36,7 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
     if work.ranks == 1:
         return step
     ops: list[Op] = []
-    losses = _losses(step, work) if mode.kind in ("train", "accumulate") else []
+    losses = known_losses(step, work) if mode.kind in ("train", "accumulate") else []
     trains, reduced = mode.kind == "train", 0
     for index, op in enumerate(step.ops):
         if op.kind == "prefetch":
@@ -54,22 +54,6 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
             changes = trains and op.kind in ("momentum", "adam")
             ops.append(op.with_(reads=(*op.reads, Agreed())) if changes else op)
     return _with_buffers(step.with_(ops=tuple(ops)), work)
-
-
-def _losses(step: Step, work: Workload) -> list[int]:
-    """Return where each micro-batch's loss is known: behind a forward, or where the first gradient comes that
-    a loss outside of the program gives."""
-    if work.outside:
-        first: dict[int, int] = {}
-        for index, op in enumerate(step.ops):
-            if op.kind == "load_grad":
-                first.setdefault(op.micro, index)
-        return sorted(first.values())
-    return [
-        index
-        for index, op in enumerate(step.ops)
-        if op.kind == "forward" and any(isinstance(t, Value) and t.value == work.loss for t in op.writes)
-    ]
 
 
 def _all_gather(prefetch: Op) -> Op:

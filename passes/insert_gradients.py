@@ -10,6 +10,10 @@ group: a step computes with the weights that it began with.
 A gradient's memory is given back as late as the next operation allows: after the slots that are let go and
 filled again in between, which need not wait until the gradient has left.
 
+Rows of a gathered table that the step does not name have gradient zero. Their update, adam_rest, need not
+wait for one: immediate ones follow the loss, behind the first backward, deferred ones come last, beside the
+next step, whose gather brings the rows that it reads up to date.
+
 Of groups whose state is on the device, gradients stay there, in a buffer of their own where they wait
 for their update, and adam runs on the compute stream. Where ranks share them, norms and updates come at the
 end: before, compute would wait for the exchange of each gradient.
@@ -20,12 +24,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacompile.blocks.weight_groups import SQUARED
+from megacompile.passes.compute_order import known_losses
 from megacompile.passes.keep_state import gradients_that_wait
 from megacompile.schedule.op_table import (
     HostGrad,
     Kind,
+    Loss,
     Master,
     Norm,
+    OtherRows,
     PassingGrad,
     Resident,
     ResidentGrad,
@@ -34,7 +41,7 @@ from megacompile.schedule.op_table import (
     Token,
     WeightGrad,
 )
-from megacompile.schedule.plan import Mode, Plan, norm_bytes, updated_groups
+from megacompile.schedule.plan import Mode, Plan, named_bytes, norm_bytes, updated_groups
 from megacompile.schedule.step import Op, Step
 from megacompile.schedule.workload import Workload
 
@@ -75,13 +82,34 @@ class _Inserter:
             self.kept = {g for g in last if plan.groups[g].update == "deferred"} - self.resident
             late = {g for g, i in last.items() if self.fetched.get(g, -1) > i}
             self.after_fetch = late - self.kept - self.resident
+        named = {g: named_bytes(work, mode, g) for g in work.lookups if plan.groups[g].state == "host"}
+        self.named = {g: nbytes for g, nbytes in named.items() if nbytes}
+        self.last = set(self.named) if mode.keeps_gradients else self.kept & self.named.keys()
+        self.rest = {g: work.groups[g].nbytes - nbytes for g, nbytes in self.named.items()}
+        self.caught: dict[
+            int, int
+        ] = {}  # bytes of rows, as streamed, that a gather brings up to date, at most
+        for group in self.last:
+            gathered = [op.nbytes for op in step.ops if group in _tables(op)]
+            self.caught[group] = min(max(gathered), self.rest[group] // len(gathered))
+            self.rest[group] -= self.caught[group] * len(gathered)
+        self.losses = known_losses(step, work) if self.named and not mode.keeps_gradients else []
+        self.begun = False  # whether a backward came
 
     def pass_by(self, index: int, op: Op) -> None:
         if op.kind not in ("evict", "prefetch", "free_offloaded"):
             self.ops += self.due
             self.due = []
+        if op.kind == "gather":
+            update = sum(self._update_bytes(g, self.caught[g]) for g in _tables(op) & self.last)
+            op = op.with_(moved_bytes=op.moved_bytes + update)
+        elif index in self.losses:
+            op = op.with_(writes=(*op.writes, Loss(op.micro)))
         self.ops.append(op)
         if op.kind == "backward":
+            if not self.begun:  # behind it, as who issues operations waits for the loss there
+                self.ops += [self._rest(g, Loss(0)) for g in sorted(self.named.keys() - self.last)]
+            self.begun = True
             self.frees = [(lag - 1, free) for lag, free in self.frees]
             self.due += [free for lag, free in self.frees if lag <= 0]
             self.frees = [(lag, free) for lag, free in self.frees if lag > 0]
@@ -100,7 +128,9 @@ class _Inserter:
         self.pushes += isinstance(homes[0], Ring)
         token = WeightGrad(group, op.block, op.micro)
         kind: Kind = "push_rows" if table else "push_grad"
-        push = Op(kind, "d2h", op.block, group, op.micro, reads=(token,), writes=homes, nbytes=nbytes)
+        added = self._added_bytes(table, nbytes) if table else 0
+        push = Op(kind, "d2h", op.block, group, op.micro, reads=(token,), writes=homes, nbytes=nbytes,
+                  moved_bytes=added)  # fmt: skip
         free = Op("free", "compute", op.block, group, op.micro, frees=(token,))
         self.ops.append(push)
         if self.plan.grad_lag:
@@ -111,6 +141,19 @@ class _Inserter:
             self.left[landed] -= 1
             if not self.left[landed]:
                 self._use(landed, home)
+
+    def _added_bytes(self, table: tuple[int, ...], nbytes: int) -> int:
+        """Bytes of host memory that adding a gradient of rows to those of its table moves: it is read, each
+        row's sum is read and written, and a whole table is zeroed first."""
+        moved, groups = nbytes, set(table)
+        for group in groups:
+            work, lookups = self.work.groups[group], len(self.work.contributions[group])
+            alone = self.mode.kind == "train" and self.mode.micro_batches * lookups == 1
+            whole = work.nbytes if alone else 4 * work.elements
+            moved += 2 * nbytes * whole // work.nbytes // len(groups)
+            if group not in self.named and self.left[group] == lookups * self.mode.micro_batches:
+                moved += whole
+        return moved
 
     def _use(self, group: int, home: Token) -> None:
         """Insert what follows the last contribution to a gradient that went to the host."""
@@ -157,6 +200,9 @@ class _Inserter:
         elif self.mode.kind == "train":
             waiting = self.kept | self.waiting
             self.ops += [self._adam(g, self._kept_home(g)) for g in groups if g in waiting]
+        if self.mode.kind == "train":
+            known = Scale() if self.mode.keeps_gradients else Loss(0)
+            self.ops += [self._rest(group, known) for group in sorted(self.last)]
 
     def _kept_home(self, group: int) -> Token:
         return ResidentGrad(group) if group in self.resident else HostGrad(group)
@@ -173,13 +219,30 @@ class _Inserter:
 
     def _adam(self, group: int, home: Token, *extra: Token) -> Op:
         on_device = group in self.resident
+        state: tuple[Token, ...] = (Resident(group) if on_device else Master(group),)
+        nbytes = self.work.groups[group].update_bytes
+        if group in self.named:
+            state, nbytes = (*state, OtherRows(group)), self._update_bytes(group, self.named[group])
         return Op("adam", "compute" if on_device else "host", group=group, reads=(home, *extra),
-                  writes=(Resident(group) if on_device else Master(group),),
-                  nbytes=self.work.groups[group].update_bytes,
-                  flops=self.work.groups[group].update_flops)  # fmt: skip
+                  writes=state, nbytes=nbytes, flops=self.work.groups[group].update_flops)  # fmt: skip
+
+    def _rest(self, group: int, known: Token) -> Op:
+        """The update of the rows that the step does not name; ``known`` tells that it updates at all."""
+        nbytes = self._update_bytes(group, self.rest[group])
+        return Op("adam_rest", "host", group=group, reads=(known,), writes=(OtherRows(group),), nbytes=nbytes)
+
+    def _update_bytes(self, group: int, part: int) -> int:
+        """Bytes that the update of a part of a group moves, given as weights are streamed."""
+        work = self.work.groups[group]
+        return work.update_bytes * part // work.nbytes
 
     def _updates(self, groups: list[int]) -> Iterator[Op]:
         """The clipping coefficient, then updates in the order of first use."""
         yield Op("clip_scale", "host", reads=tuple(Norm(g) for g in groups), writes=(Scale(),))
         for group in groups:
             yield self._adam(group, self._kept_home(group), Scale())
+
+
+def _tables(op: Op) -> set[int]:
+    """The weight groups of whose tables an operation gathers rows."""
+    return {t.group for t in op.reads if isinstance(t, Master)} if op.kind == "gather" else set()

@@ -522,7 +522,8 @@ class Program:
         """The state as it is, for a checkpoint; copies get what the host budget leaves."""
         session, runtime = self._session, self._session.runtime
         assert runtime is not None
-        updated = [op.group for op in session.scheduled().planned.step.ops if op.kind == "adam"]
+        ops = session.scheduled().planned.step.ops
+        updated = [op.group for op in ops if op.kind in ("adam", "adam_rest")]
         taken = state.arena.nbytes + state.scratch_bytes + runtime.buffers.beside_bytes
         return state.snapshot(updated, session.settings.host_budget_bytes - taken)
 

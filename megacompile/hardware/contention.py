@@ -136,5 +136,5 @@ def _draws(op: Op, seconds: float, machine: Machine) -> tuple[float, float]:
         threads = {"h2d": copy, "d2h": copy, "comm": copy, "host": update}.get(op.stream, machine.cores)
         cores = threads / machine.cores
     elif machine.shared_memory and seconds > 0 and op.stream not in ("compute", "comm"):
-        memory = op.nbytes / op.ranks / seconds / machine.host_bandwidth
+        memory = (op.nbytes / op.ranks + op.moved_bytes) / seconds / machine.host_bandwidth
     return cores, memory

@@ -53,7 +53,7 @@ def simulate(step: Step, machine: Machine, seconds: list[float] | None = None) -
 
 def host_memory_bytes(ops: Iterable[Op]) -> int:
     """Bytes that operations move through host memory."""
-    return sum(op.nbytes // op.ranks for op in ops if op.stream not in ("compute", "comm"))
+    return sum(op.nbytes // op.ranks + op.moved_bytes for op in ops if op.stream not in ("compute", "comm"))
 
 
 def _alone(ops: tuple[Op, ...], seconds: list[float]) -> tuple[list[float], list[float]]:
@@ -147,10 +147,18 @@ def _network_seconds(op: Op, machine: Machine) -> float:
 
 
 def _upload_seconds(op: Op, machine: Machine) -> float:
-    """Over the link; what is on the device already is read and written there."""
+    """Over the link, once rows of tables are gathered; what is on the device already is read and written
+    there."""
     if op.stream == "comm":
         return 2 * op.nbytes / op.ranks / machine.memory_bandwidth
-    return machine.copy_seconds + op.nbytes / op.ranks / machine.h2d_bandwidth
+    gathering = op.moved_bytes / machine.update_bandwidth
+    return machine.copy_seconds + op.nbytes / op.ranks / machine.h2d_bandwidth + gathering
+
+
+def _download_seconds(op: Op, machine: Machine) -> float:
+    """Over the link; then gradients of rows are added up on the host."""
+    adding = op.moved_bytes / machine.update_bandwidth
+    return machine.copy_seconds + op.nbytes / op.ranks / machine.d2h_bandwidth + adding
 
 
 _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
@@ -158,7 +166,7 @@ _SECONDS: dict[Cost, Callable[[Op, Machine], float]] = {
     "call": call_seconds,
     "products": call_seconds,
     "upload": _upload_seconds,
-    "download": lambda op, machine: machine.copy_seconds + op.nbytes / op.ranks / machine.d2h_bandwidth,
+    "download": _download_seconds,
     "device": lambda op, machine: op.nbytes / machine.memory_bandwidth,
     "state": _state_seconds,
     "nvme_read": lambda op, machine: op.nbytes / machine.nvme_read_bandwidth,

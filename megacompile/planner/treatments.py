@@ -113,7 +113,8 @@ class Treatments:
         nbytes = float(self.work.groups[g].nbytes)
         later = m - 1 if not self.breadth else 0
         updates = (1, 0) if self.mode.keeps_gradients else (0, 1)
-        phases: dict[Part, tuple[int, int]] = {"gradient": (0, 1), "norm": (0, 1), "update": updates}
+        phases: dict[Part, tuple[int, int]]
+        phases = {"gradient": (0, 1), "norm": (0, 1), "update": updates, "rest": (0, 1)}
 
         def takes(fetches: int, held: float) -> Takes[float]:
             """``fetches`` beside that of the forward."""

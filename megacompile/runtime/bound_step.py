@@ -17,8 +17,8 @@ from megacompile.blocks.block_functions import BlockFunction, Boxed
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Block, Partition
 from megacompile.blocks.weight_groups import Assembly
-from megacompile.schedule.op_table import COMPUTES
-from megacompile.schedule.step import Step, kept_gradients
+from megacompile.schedule.op_table import COMPUTES, HostGrad
+from megacompile.schedule.step import Step, kept_gradients, pushed_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class BoundStep:
     """An emitted step with the functions, layouts and constants that its operations refer to.
 
     ``function`` takes a runtime and makes the calls of the step on it. ``constants`` are the model's
-    own buffers and constants, on the host, of which the step changes those in ``changed``.
+    own buffers and constants, on the host, of which the step changes those in ``changed``. ``kept`` are its
+    :func:`~megacompile.schedule.step.kept_gradients`, ``rows`` its
+    :func:`~megacompile.schedule.step.pushed_rows`.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class BoundStep:
         self.norm_order = tuple(n for n in parameter_order if n in assembly.places)
         self.kinds = frozenset(op.kind for op in step.ops)
         self.kept = kept_gradients(step)
-        self.updates = sum(op.kind == "adam" for op in step.ops)
+        self.updates = sum(op.kind in ("adam", "adam_rest") for op in step.ops)
+        self.rows = pushed_rows(step)
         gives_results = "copy_result" in self.kinds
         self.loss_block = -1 if gives_results else part.values[part.results[0]].producer
         self._templates = templates
@@ -68,6 +71,16 @@ class BoundStep:
             (op.block, op.policy, op.kind) for op in step.ops if op.kind in COMPUTES
         }
         self._calls = {key: self._bind(*key, device) for key in sorted(keys)}
+
+    def rows_of(self, block: int) -> int:
+        """The value of gathered rows that a block is given."""
+        (value,) = (i.value for i in self.part.blocks[block].inputs if i.value in self.part.rows)
+        return value
+
+    def lookups(self, group: int) -> list[int]:
+        """The values of gathered rows whose gradients land in a group's."""
+        pushes = {op.block for op in self.step.ops if op.kind == "push_rows" and HostGrad(group) in op.writes}
+        return sorted(map(self.rows_of, pushes))
 
     def call(self, block: int, checkpoint: str, part: str) -> BoundCall:
         """The bound function for one operation."""

@@ -51,6 +51,7 @@ from megacompile.state.embedding_rows import add_rows, gather_rows
 from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
 from megacompile.state.nvme_offload import Offload
+from megacompile.state.row_updates import RowUpdate
 from megacompile.state.torch_optimizer import Foreign, GroupSettings
 
 
@@ -302,7 +303,8 @@ class UpdateProgress:
 @dataclass
 class Held:
     """The objects that outlive a run. ``landed`` holds, by group, the parameters whose gradients wait on the
-    host, ``gathered`` what the runs gave whose gradients wait."""
+    host, ``gathered`` what the runs gave whose gradients wait, ``row_updates`` by group those of the last
+    run's tables."""
 
     state: HostState
     device: Device
@@ -313,6 +315,7 @@ class Held:
     progress: UpdateProgress = field(default_factory=UpdateProgress)
     landed: dict[int, set[int]] = field(default_factory=dict)
     gathered: list[StepResults] = field(default_factory=list)
+    row_updates: dict[int, RowUpdate] = field(default_factory=dict)
 
     @property
     def world(self) -> World:
@@ -360,6 +363,9 @@ class StepRun:
         self._left_out: set[int] = set()  # groups whose momentum was left as it is, as their update is to be
         self._given: dict[int, dict[int, torch.Tensor]] = {}  # by micro-batch, gradients by results
         self._summed: dict[tuple[int, int, int], list[int]] = {}  # what gradients shards are of
+        self._found: dict[tuple[int, int], torch.Tensor] = {}  # ids that rows are looked up by
+        self._row_updates: dict[int, RowUpdate] = {}  # by group, those of its tables
+        self._earlier, held.row_updates = held.row_updates, self._row_updates
 
     def load(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
         self._device.wait(after)
@@ -370,16 +376,53 @@ class StepRun:
         self._device.wait(after)
         table, places = self._bound.part.rows[value], self._bound.assembly.places
         pieces = [self._held.state.weight(*places[piece]) for piece in table.pieces]
-        ids = table.find(self._inputs.leaves[micro])
+        ids = self._ids(value, micro)
+
+        def fill(out: torch.Tensor) -> None:
+            for piece, start, stop in zip(table.pieces, (0, *table.stops), table.stops, strict=False):
+                group, slot = places[piece]
+                if group in self._earlier:  # the step before may not have updated all of these rows yet
+                    own = ids[(ids >= start) & (ids < stop)] - start
+                    self._earlier[group].catch_up(slot, own, self._device.adam_threads)
+            gather_rows(pieces, table.stops, ids, out)
+
+        shape, dtype = (*ids.shape, pieces[0].shape[1]), pieces[0].dtype
         try:
-            rows = self._device.load_filled(
-                (*ids.shape, pieces[0].shape[1]),
-                pieces[0].dtype,
-                lambda out: gather_rows(pieces, table.stops, ids, out),
-            )
+            rows = self._device.load_filled(shape, dtype, fill)
         except IndexError as error:
             raise ProgramError(f"The lookup in {table.pieces[0]} failed on this batch: {error}.") from error
         self._loaded(("gather", value, micro), rows, free)
+
+    def _ids(self, value: int, micro: int) -> torch.Tensor:
+        """The ids by which a micro-batch looks rows up; the caller may fill the batch anew."""
+        if (value, micro) not in self._found:
+            ids = self._bound.part.rows[value].find(self._inputs.leaves[micro])
+            self._found[value, micro] = ids.to(torch.int64, copy=True)
+        return self._found[value, micro]
+
+    def _rows(self, group: int) -> RowUpdate:
+        """The update of a group's tables, of which the rows that this step names are updated apart."""
+        if group in self._row_updates:
+            return self._row_updates[group]
+        named: dict[int, list[torch.Tensor]] = {}
+        for value in self._bound.lookups(group):
+            table = self._bound.part.rows[value]
+            ids = torch.cat([self._ids(value, m).flatten() for m in range(len(self._inputs.leaves))])
+            ids = ids[ids != table.padding]
+            for piece, start, stop in zip(table.pieces, (0, *table.stops), table.stops, strict=False):
+                owner, slot = self._bound.assembly.places[piece]
+                if owner == group:
+                    named.setdefault(slot, []).append(ids[(ids >= start) & (ids < stop)] - start)
+        rows = {slot: torch.unique(torch.cat(found)) for slot, found in named.items()}
+        self._row_updates[group] = RowUpdate(self._held.state, group, rows)
+        return self._row_updates[group]
+
+    def _gradients(self, group: int, flat: torch.Tensor, slots: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return by slot where the elements of its gradient that this rank has lie in the group's buffer."""
+        if group in self._bound.rows:
+            return self._rows(group).gradients(flat)
+        layout, rank = self._bound.assembly.groups[group], self._held.world.ranks.shard
+        return {index: flat[own_part(layout, layout.slots[index], rank)[1]] for index in slots}
 
     def _loaded(self, event: Event, leaf: torch.Tensor, free: Sequence[Token]) -> None:
         self._blocks.values[Value(*event[1:])] = leaf
@@ -600,20 +643,27 @@ class StepRun:
         """Push the gradient of the rows that a block was given into those of the groups of their table."""
         part, assembly = self._bound.part, self._bound.assembly
         ((_, grad),) = self._blocks.values[WeightGrad(group, block, micro)]
-        (value,) = (i.value for i in part.blocks[block].inputs if i.value in part.rows)
-        table = part.rows[value]
-        ids = table.find(self._inputs.leaves[micro]).clone()  # the caller may fill the batch anew
-        pieces, fresh = [], []
+        value, device = self._bound.rows_of(block), self._device
+        table, ids = part.rows[value], self._ids(value, micro)
+        pieces: list[torch.Tensor] = []
+        named: list[torch.Tensor | None] = []
+        fresh = []
         for name, home in zip(table.pieces, to, strict=True):
             owner, slot = assembly.places[name]
             flat = self._held.buffers.gradient(self._bound, owner, typed(home))
-            pieces.append(slot_view(flat, assembly.groups[owner].slots[slot]))
+            if owner in self._bound.rows:
+                rows = self._rows(owner)
+                pieces.append(rows.gradients(flat)[slot])
+                named.append(rows.named[slot])
+            else:
+                pieces.append(slot_view(flat, assembly.groups[owner].slots[slot]))
+                named.append(None)
             fresh.append(bool(self._land(self._held.landed, owner, [slot])))
 
         def use(landed: list[torch.Tensor]) -> None:
-            add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding)
+            threads = device.adam_threads
+            add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding, named, threads)
 
-        device = self._device
         device.submit("d2h", ("push_rows", group, block, micro), after, lambda: device.land([grad], use))
 
     def accumulate(
@@ -631,27 +681,26 @@ class StepRun:
         resident, shared = self._held.resident, self._held.world.size > 1
         layout, norms, squares = self._bound.assembly.groups[group], self._norms, self._squares
         on_device = group in resident.weights
-        landed = (resident if on_device else self._held).landed[group]
-        slots = [layout.slots[index] for index in sorted(landed)]
+        landed = sorted((resident if on_device else self._held).landed[group])
         if on_device:
+            slots = [layout.slots[index] for index in landed]
             with self._computing(("norm", group), after):
                 measure_there = resident.squares if shared else resident.norms
                 known: dict[str, Any] = squares if shared else norms
                 taken = self._device.read(measure_there(group, slots))
                 known |= dict(zip((slot.parameter.name for slot in slots), taken, strict=True))
             return
-        rank = self._held.world.ranks.shard
         grad = self._held.buffers.gradient(self._bound, group, HostGrad(group))
-
-        threads = self._device.adam_threads
+        parts, threads = self._gradients(group, grad, landed), self._device.adam_threads
 
         def measure() -> None:
-            for slot in slots:
+            for index in landed:
+                slot = layout.slots[index]
                 name = slot.parameter.name
                 if not shared and layout.dtype == torch.float32:  # the bits of clip_grad_norm_
                     norms[name] = torch.linalg.vector_norm(slot_view(grad, slot), 2)
                     continue
-                total = sum_of_squares(grad[own_part(layout, slot, rank)[1]], threads)
+                total = sum_of_squares(parts[index].view(-1), threads)
                 if shared:
                     squares[name] = total
                 else:
@@ -792,6 +841,7 @@ class StepRun:
         progress = self._held.progress.steps[self._device.step]
         unwritten, state = self._held.progress.unwritten, self._held.state
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
+        rows = self._rows(group) if group in self._bound.rows else None
 
         begun = self._bound.assembly.work.groups[group].matrices is not None  # by its momentum
 
@@ -802,13 +852,32 @@ class StepRun:
                 return
             progress.begun += not begun
             hypers, threads = self._hypers(deferred), self._device.adam_threads
-            state.update(group, home, hypers, slots, threads=threads, slot=slot)
+            if rows is not None:
+                rows.update_named(home, cast("list[AdamHyper]", hypers), threads)
+            else:
+                state.update(group, home, hypers, slots, threads=threads, slot=slot)
             if slot is None:
                 progress.done += 1
             else:
                 unwritten.add(group)  # its write ends the update
 
         self._device.submit("host", ("adam", group), after, update)
+
+    def adam_rest(self, *, group: int, after: Sequence[Event] = ()) -> None:
+        self._check_loss()
+        rows, results, threads = self._rows(group), self.results, self._device.adam_threads
+        progress = self._held.progress.steps[self._device.step]
+        deferred = "clip_scale" in self._bound.kinds
+
+        def update() -> None:
+            if results.stopped_by is not None or (deferred and results.skipped):
+                progress.planned -= 1
+                return
+            progress.begun += 1
+            rows.update_rest(cast("list[AdamHyper]", self._hypers(deferred)), threads)
+            progress.done += 1
+
+        self._device.submit("host", ("adam_rest", group), after, update)
 
     def _update_resident(self, group: int, place: ResidentGrad | PassingGrad) -> None:
         """One update on the compute stream; what agree and clip_scale found is known by now."""
@@ -829,11 +898,9 @@ class StepRun:
     ) -> bool:
         """Return whether a group's update is not made; if a loss alone is why, note whether its gradient, of
         the parameters that it landed for, is finite."""
-        results, layout = self.results, self._bound.assembly.groups[group]
+        results = self.results
         if results.stopped_by is not None and not deferred and results.finite:
-            rank = self._held.world.ranks.shard
-            places = (own_part(layout, layout.slots[slot], rank)[1] for slot in landed)
-            parts = (gradient[place] for place in places if place.start < place.stop)
+            parts = (part for part in self._gradients(group, gradient, landed).values() if part.numel())
             largest = (float(torch.linalg.vector_norm(part, math.inf)) for part in parts)  # without copies
             results.take_gradient(finite=all(map(math.isfinite, largest)))
         return results.stopped_by is not None or (deferred and results.skipped)

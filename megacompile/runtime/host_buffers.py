@@ -75,11 +75,13 @@ class HostBuffers:
 
     def gradient(self, bound: BoundStep, group: int, home: Token) -> Tensor:
         """Return where a group's gradient lands, flat: in its dtype while it is passed on, or as it is kept;
-        a shard of one in FP32."""
+        a shard of one in FP32. If the rows that a step names are updated apart, there is room for these."""
         layout = bound.assembly.groups[group]
         passing = isinstance(home, Ring) and layout.ranks == 1
         dtype = layout.dtype if passing or bound.kept.get(group) else torch.float32
-        nbytes = dtype.itemsize * layout.share
+        rows = bound.rows.get(group)
+        elements = layout.share if rows is None else min(layout.share, rows // layout.dtype.itemsize)
+        nbytes = dtype.itemsize * elements
         if isinstance(home, Ring):
             return self._ring[home.slot][:nbytes].view(dtype)
         known = self.gradients.get(group)

@@ -137,6 +137,10 @@ class Master(OfGroup, tag="master", lasting=True):
     """A group's masters and moments on the host."""
 
 
+class OtherRows(OfGroup, tag="rest", lasting=True):
+    """The rows of a gathered table, and their moments, that no micro-batch of a step names."""
+
+
 class HostGrad(OfGroup, tag="hgrad", lasting=True):
     """A gradient that waits on the host in a buffer of its own."""
 
@@ -194,8 +198,8 @@ Kind = Literal[
     "load", "gather", "copy_result", "load_grad", "prefetch", "evict", "forward", "recompute", "backward",
     "free", "free_offloaded", "offload", "reload", "write_offloaded", "read_offloaded", "push_grad",
     "push_rows", "accumulate", "norm", "clip_scale", "momentum", "load_update", "orthogonalize",
-    "push_update", "free_update", "adam", "read_weights", "read_state", "write", "all_gather", "reduce",
-    "all_reduce", "push_shard", "add_shard", "agree",
+    "push_update", "free_update", "adam", "adam_rest", "read_weights", "read_state", "write", "all_gather",
+    "reduce", "all_reduce", "push_shard", "add_shard", "agree",
 ]  # fmt: skip
 
 Cost = Literal[
@@ -204,7 +208,7 @@ Cost = Literal[
 ]  # fmt: skip
 """By which rates of a machine an operation takes its time: :mod:`megacompile.hardware.simulate` has them."""
 
-Part = Literal["batch", "compute", "offload", "reload", "fetch", "gradient", "norm", "update"]
+Part = Literal["batch", "compute", "offload", "reload", "fetch", "gradient", "norm", "update", "rest"]
 """The part of a step that an operation belongs to: :mod:`megacompile.planner.step_costs` sums by it."""
 
 Tokens = type[Token] | UnionType | tuple[()]
@@ -240,7 +244,7 @@ _GRAD = HostGrad | Ring | ResidentGrad | PassingGrad
 SPECS: dict[Kind, Spec] = {
     "load": Spec("a leaf of the batch to the device",
                  "compute", "batch", "value micro", "value micro", "nothing", (), Value),
-    "gather": Spec("rows of masters that the host gathers for the batch, to the device",
+    "gather": Spec("rows of masters that the host brings up to date and gathers for the batch, to the device",
                    "compute", "batch", "value micro", "value micro", "upload", Master, Value),
     "copy_result": Spec("a result of the forward from the device to the host",
                         "compute", "batch", "value micro", "value micro", "download", Value, Result),
@@ -299,9 +303,11 @@ SPECS: dict[Kind, Spec] = {
                         "d2h", "update", "group", "group to=write", "download", Direction, HostGrad | Ring),
     "free_update": Spec("the end of updates on the device that are back",
                         "compute", "update", "group", "group", "nothing", (), ()),
-    "adam": Spec("the update of a group's masters and moments",
+    "adam": Spec("the update of a group's masters and moments; of gathered tables, of rows that a step names",
                  "host", "update", "group", "group grad=read", "state",
-                 _GRAD | Scale | Window | Agreed, Master | Resident | Window),
+                 _GRAD | Scale | Window | Agreed, Master | Resident | Window | OtherRows),
+    "adam_rest": Spec("the update of the other rows of a group's tables, whose gradient is zero",
+                      "host", "rest", "group", "group", "state", Loss | Scale, OtherRows),
     "read_weights": Spec("a group's streamed weights from NVMe to a buffer of the host window",
                          "nvme_read", "fetch", "group", "group", "nvme_read", Disk, Staged),
     "read_state": Spec("a group's state from NVMe to a buffer of the host window",

@@ -156,6 +156,23 @@ def updated_groups(work: Workload, mode: Mode) -> tuple[int, ...]:
     return mode.landed or tuple(work.contributions)
 
 
+def named_bytes(work: Workload, mode: Mode, group: int) -> int:
+    """Bytes, as weights are streamed, of the most rows of a gathered table that a step names, where these are
+    updated apart from its other rows; 0 where one update is of all.
+
+    Not apart are rows whose moments are in codes, whose blocks go over rows, and those that another optimizer
+    than Adam updates. Nor are those of tables in FP32 where a norm is taken: it has the bits of
+    ``clip_grad_norm_``, which depend on where in the whole table a row is.
+    """
+    table, lookups = work.groups[group], work.lookups.get(group, ())
+    if mode.kind != "train" or work.ranks > 1 or not lookups or not table.has_plain_moments:
+        return 0
+    if mode.keeps_gradients and table.nbytes >= 4 * table.elements:
+        return 0
+    looked_up = sum(n for b in lookups for _, n in work.blocks[b].grad_groups)
+    return min(table.nbytes, mode.micro_batches * looked_up)
+
+
 def norm_bytes(work: Workload, mode: Mode, group: int) -> int:
     """Bytes that the host reads for the norm of a trained group's whole gradient; 0 where it takes none.
 
@@ -166,5 +183,6 @@ def norm_bytes(work: Workload, mode: Mode, group: int) -> int:
         return 0
     if work.ranks > 1:
         return work.groups[group].shard_bytes
+    nbytes = named_bytes(work, mode, group) or work.groups[group].nbytes
     whole = mode.kind == "train" and mode.micro_batches * len(work.contributions[group]) == 1
-    return work.groups[group].nbytes if whole else 4 * work.groups[group].elements
+    return nbytes if whole else 4 * work.groups[group].elements * nbytes // work.groups[group].nbytes

@@ -47,6 +47,7 @@ class Op(NamedTuple):
     frees inside, ``frees`` those that end with it. ``peak_bytes`` and ``end_bytes`` are as in
     :class:`~megacompile.schedule.workload.Call`, as are ``launches``, ``attention_flops``, ``kernels``
     and ``grouped``.
+    What rows of tables move through host memory is in ``moved_bytes`` of their gathers and pushes.
     ``offset`` is a slot's byte offset in the slab. ``seconds`` is measured, 0 where it was not. ``policy``
     says what a block keeps between forward and backward. ``ranks`` share ``nbytes``: each moves its part of
     them over its link.
@@ -164,6 +165,16 @@ def kept_gradients(step: Step) -> dict[int, bool]:
     pushes = [(t.group, op.kind) for op in landing for t in op.writes if isinstance(t, HostGrad)]
     count, summed = Counter(g for g, _ in pushes), {g for g, kind in pushes if kind == "push_shard"}
     return {g: count[g] == 1 and g in updated and g not in summed for g in sorted(count)}
+
+
+def pushed_rows(step: Step) -> dict[int, int]:
+    """Groups of whose tables the rows that a step names are updated apart: the bytes of all gradients of
+    rows that are pushed, which are no less than those of the rows' sums in the same dtype."""
+    apart = {op.group for op in step.ops if op.kind == "adam_rest"}
+    return {
+        g: sum(op.nbytes for op in step.ops if op.kind == "push_rows" and HostGrad(g) in op.writes)
+        for g in sorted(apart)
+    }
 
 
 def memory_curve(step: Step) -> list[tuple[int, int]]:

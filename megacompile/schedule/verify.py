@@ -28,6 +28,7 @@ from megacompile.schedule.verify_buffers import (
     check_gradients,
     check_matrices,
     check_results,
+    check_rows,
     check_spills,
     check_weights,
     check_window,
@@ -72,6 +73,7 @@ def verify(step: Step, work: Workload, *, mode: Mode | None = None, budget_bytes
     check_results(step, work, mode)
     check_buffers(step, work)
     check_weights(step)
+    check_rows(step, work)
     check_matrices(step, work)
     check_window(step)
     check_spills(step)

@@ -17,11 +17,14 @@ from megacompile.schedule.op_table import (
     Buffer,
     Buffers,
     HostGrad,
+    Loss,
     Master,
+    OtherRows,
     PassingGrad,
     Resident,
     ResidentGrad,
     Ring,
+    Scale,
     Spill,
     Token,
     Value,
@@ -68,6 +71,25 @@ def check_gradients(step: Step, work: Workload, repeated: list[Op]) -> None:
                 )
             if op.kind == "adam":
                 held[gradient] = []
+
+
+def check_rows(step: Step, work: Workload) -> None:
+    """Rows of tables are updated once: those that the step names by their gradients, the others when it is
+    known that the step updates."""
+    rests = Counter(op.group for op in step.ops if op.kind == "adam_rest")
+    named = Counter(op.group for op in step.ops if op.kind == "adam" and op.group in rests)
+    clips = any(op.kind == "clip_scale" for op in step.ops)
+    known = {Scale()} if clips else {Loss(m) for m in range(step.micro_batches)}
+    for op in step.ops:
+        if op.kind == "adam_rest":
+            if rests[op.group] != 1 or named[op.group] != 1:
+                raise ScheduleError(f"{name(op)} is to come once, beside one adam, for each row.")
+            if set(op.reads) != known:
+                raise ScheduleError(f"{name(op)} may come before it is known that the step updates.")
+            if op.group not in work.lookups:
+                raise ScheduleError(f"{name(op)} takes rows to have no gradient, which a block may give.")
+        elif op.kind == "adam" and (OtherRows(op.group) in op.writes) != (op.group in rests):
+            raise ScheduleError(f"{name(op)} updates rows that a step names alone: adam_rest is missing.")
 
 
 def check_matrices(step: Step, work: Workload) -> None:
@@ -148,7 +170,7 @@ def check_weights(step: Step) -> None:
         return
     updated: set[int] = set()
     for op in step.ops:
-        if op.kind == "adam":
+        if op.kind in ("adam", "adam_rest"):
             updated.add(op.group)
         elif _fetched(op) & updated:
             raise ScheduleError(f"{name(op)} fetches masters that this step has updated already.")

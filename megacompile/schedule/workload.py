@@ -198,6 +198,12 @@ class GroupWork:
         return 2 * (self.nbytes // self.ranks + state) + 4 * (self.elements // self.ranks)
 
     @property
+    def has_plain_moments(self) -> bool:
+        """Return whether Adam updates the group and keeps both moments in FP32, 8 bytes per parameter; codes
+        take at most 2 and their scales, beside 2 of masters' low halves."""
+        return not self.update_moved and self.state_bytes >= 8 * self.elements
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of a rank's weights, masters and moments, where its device keeps them."""
         return -(-self.nbytes // self.ranks) + self.state_bytes
@@ -256,6 +262,17 @@ class Workload:
             for index, block in enumerate(self.blocks)
             for v in block.policies[0].forward.reads
             if self.values[v].rows
+        }
+
+    @cached_property
+    def lookups(self) -> dict[int, frozenset[int]]:
+        """Per trained group of which blocks read gathered rows alone, the blocks that give gradients."""
+        calls = (c for b in self.blocks for p in b.policies for c in (p.forward, p.recompute, p.backward))
+        read = {group for call in calls if call is not None for group in call.groups}
+        return {
+            group: frozenset(blocks)
+            for group, blocks in self.contributions.items()
+            if group not in read and all(block in self.gathered for block in blocks)
         }
 
     @cached_property

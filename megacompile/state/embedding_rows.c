@@ -28,10 +28,11 @@ void mc_take_rows(int64_t count, const int64_t *ids, const int64_t *places, cons
 }
 
 /* Row rows[r] of the table gains the sum of those rows of `grad` that stand in order[stops[r]] to
- * order[stops[r + 1]]; each sum is rounded to the dtype that it is in. */
+ * order[stops[r + 1]], or is set to it as if it had been zero; each sum is rounded to the dtype that it is
+ * in. */
 void mc_add_rows(int64_t count, const int64_t *rows, const int64_t *stops, const int64_t *order,
-                 const void *grad, int64_t grad_is_bf16, void *table, int64_t table_is_bf16, int64_t width,
-                 int64_t threads) {
+                 const void *grad, int64_t grad_is_bf16, void *table, int64_t table_is_bf16, int64_t sets,
+                 int64_t width, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic, 16)
     for (int64_t r = 0; r < count; r++) {
         float sum[COLUMNS];
@@ -52,10 +53,10 @@ void mc_add_rows(int64_t count, const int64_t *rows, const int64_t *stops, const
             if (table_is_bf16) {
                 uint16_t *to = (uint16_t *)table + at;
                 for (int64_t j = 0; j < n; j++)
-                    to[j] = to_bf16(from_bf16(to[j]) + from_bf16(to_bf16(sum[j])));
+                    to[j] = to_bf16((sets ? 0 : from_bf16(to[j])) + from_bf16(to_bf16(sum[j])));
             } else {
                 float *to = (float *)table + at;
-                for (int64_t j = 0; j < n; j++) to[j] += sum[j];
+                for (int64_t j = 0; j < n; j++) to[j] = (sets ? 0 : to[j]) + sum[j];
             }
         }
     }

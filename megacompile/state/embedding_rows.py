@@ -43,11 +43,14 @@ def add_rows(
     ids: Tensor,
     grad: Tensor,
     padding: int,
+    named: Sequence[Tensor | None] | None = None,
+    threads: int | None = None,
 ) -> None:
     """Add the gradient of gathered rows to that of their table; pieces that are ``fresh`` are set instead.
 
     A row's contributions are summed in the order of ids and in ``grad``'s dtype, as eager PyTorch does in
     the gradient of the whole table; what it then adds up is the same but for the zeros of other rows.
+    ``named`` are of each piece the only rows that it has, ascending; None: it has all of its own.
     """
     grad = grad.flatten(0, -2).contiguous()
     ordered, order = torch.sort(ids.reshape(-1), stable=True)
@@ -55,16 +58,22 @@ def add_rows(
     rows, counts = torch.unique_consecutive(ordered[kept], return_counts=True)
     ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     order = order[kept]
-    for piece, new, (start, stop) in zip(pieces, fresh, itertools.pairwise((0, *stops)), strict=True):
+    for number, (piece, new) in enumerate(zip(pieces, fresh, strict=True)):
+        start, stop = (0, *stops)[number : number + 2]
         first, last = torch.searchsorted(rows, torch.tensor([start, stop], dtype=rows.dtype)).tolist()
         own = (rows[first:last] - start).to(torch.int64)
-        if new:
+        only = named[number] if named is not None else None
+        if only is not None:
+            own = torch.searchsorted(only, own)
+        compiled = backend() == "c" and piece.is_contiguous() and {grad.dtype, piece.dtype} <= {*_ADDED}
+        sets = compiled and new and len(own) == len(piece)
+        if new and not sets:
             piece.zero_()
-        if backend() == "c" and piece.is_contiguous() and {grad.dtype, piece.dtype} <= {*_ADDED}:
+        if compiled:
             call_kernel(
                 "mc_add_rows", len(own), own, ends[first : last + 1], order, grad,
-                grad.dtype == torch.bfloat16, piece, piece.dtype == torch.bfloat16, grad.shape[1],
-                torch.get_num_threads(),
+                grad.dtype == torch.bfloat16, piece, piece.dtype == torch.bfloat16, sets, grad.shape[1],
+                threads or torch.get_num_threads(),
             )  # fmt: skip
         else:
             mine = order[ends[first] : ends[last]]

@@ -13,8 +13,8 @@ from dataclasses import astuple, dataclass
 
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.schedule.plan import Plan
-from megacompile.schedule.step import Step, kept_gradients, offload_buffers, offloads
-from megacompile.schedule.workload import Workload
+from megacompile.schedule.step import Step, kept_gradients, offload_buffers, offloads, pushed_rows
+from megacompile.schedule.workload import GroupWork, Workload
 from megacompile.state.host_arena import padded
 from megacompile.state.moment_formats import Form
 from megacompile.state.nvme_offload import buffer_bytes, host_state_bytes, place_groups, scratch_bytes
@@ -73,14 +73,17 @@ def step_bytes(step: Step, work: Workload) -> int:
 def _buffers(step: Step, work: Workload) -> tuple[list[int], ...]:
     """Bytes of each buffer for a kept gradient, of the ring, and for offloaded activations.
 
-    Gradients that are summed are kept in FP32, others as they come.
+    Gradients that are summed are kept in FP32, others as they come; of a table whose named rows are updated
+    apart, theirs alone.
     """
-    groups = work.groups
-    kept = [
-        groups[g].nbytes if own else groups[g].gradient_bytes or 4 * groups[g].elements
-        for g, own in kept_gradients(step).items()
-    ]
+    rows = pushed_rows(step)
+    kept = [_kept_bytes(work.groups[g], own, rows.get(g)) for g, own in kept_gradients(step).items()]
     return kept, list(step.ring), list(offload_buffers(step).values())
+
+
+def _kept_bytes(group: GroupWork, own: bool, rows: int | None) -> int:
+    whole = group.nbytes if own else group.gradient_bytes or 4 * group.elements
+    return whole if rows is None else whole * min(rows, group.nbytes) // group.nbytes
 
 
 def state_in_ram(groups: Sequence[GroupLayout], form: Form) -> int:

@@ -319,6 +319,39 @@ class HostState:
                 first, second = moments
                 adam.adamw_step(master, first, second, part, hyper, threads)
 
+    def update_rows(
+        self,
+        group: int,
+        slot: int,
+        rows: Tensor,
+        grad: Tensor | None,
+        hypers: Sequence[adam.AdamHyper],
+        *,
+        threads: int,
+    ) -> None:
+        """Take what of :meth:`update` is of some rows of a table [rows, width] whose moments are in FP32.
+
+        ``grad`` has a row for each of them, None stands for zeros. Whoever has updated all rows of a table
+        calls :meth:`count_updates`.
+        """
+        if self._lies_at_home(group):
+            self._snapshot.before_change(group)
+        layout, arrays = self.groups[group], self.arrays[group]
+        parameter = layout.slots[slot].parameter
+        chosen = [0 if index == slot else None for index in range(len(layout.slots))]
+        (run,) = shard_runs(layout, self._moments, self.world.ranks.shard, chosen)
+        part = slice(run.start, run.start + parameter.numel)
+        first, second = (m[: parameter.numel] for m in moments_of(arrays, run.place, self._moments))
+        weights, low = arrays["weights"][part], arrays.get("low")
+        master = weights if low is None else (weights, low[part])
+        hyper = replace(hypers[run.param_group], step=self.steps[group][slot] + 1)
+        adam.adamw_rows(master, first, second, rows, parameter.shape[1], grad, hyper, threads)
+
+    def count_updates(self, group: int, slots: Collection[int]) -> None:
+        """Count an update of parameters of a group, all of which is over."""
+        for slot in slots:
+            self.steps[group][slot] += 1
+
     def add_momentum(
         self,
         group: int,

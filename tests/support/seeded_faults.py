@@ -663,6 +663,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/unit/graph/test_tile.py::test_a_cut_table_embeds_and_predicts_as_the_whole_one",),
     ),
     Fault(
+        "runtime",
+        "megacompile/runtime/executor.py",
+        "self._earlier[group].catch_up(slot, own, self._device.adam_threads)",
+        "pass",
+        ("tests/unit/graph/test_rows.py::test_a_lookup_brings_up_to_date_what_the_step_before_has_left",),
+    ),
+    Fault(
         "graph",
         "megacompile/graph/gathered_rows.py",
         "rest[0] if rest and rest[0] >= 0 else -1,",

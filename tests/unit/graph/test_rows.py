@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import megacompile
 from megacompile.api import compile
 from megacompile.api.frontend import Frontend
 from megacompile.api.pipeline import Compiler
+from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.trace import capture
@@ -27,6 +31,8 @@ from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.state import adam
 from megacompile.state.embedding_rows import add_rows, gather_rows
+from megacompile.state.masters import HostState
+from megacompile.state.row_updates import RowUpdate
 from tests.support.fake_cuda import FakeCuda
 from tests.support.reference import Habits, train_eager
 
@@ -97,6 +103,29 @@ def test_gradients_of_rows_are_those_of_the_whole_table(
     assert torch.equal(looked_up, before[ids])
     add_rows(pieces, [fresh] * len(pieces), stops, ids, grad, 7)
     assert torch.equal(torch.cat(pieces), whole if fresh else before + whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", ["auto", "torch"])
+@pytest.mark.parametrize("pushes", [1, 2])
+def test_gradients_of_named_rows_alone_are_those_rows_of_the_whole_table(
+    dtype: torch.dtype, code: str, pushes: int, request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    adam.set_backend(code)
+    request.addfinalizer(lambda: adam.set_backend("auto"))
+    stops, ids, grads = (20, 50), torch.randint(0, 40, (pushes, 30)), torch.randn(pushes, 30, 8).to(dtype)
+    ids[0, :3] = 7
+    named = torch.unique(ids[ids != 7])
+    rows = [named[named < 20], named[named >= 20] - 20]
+    whole = [torch.full((20, 8), 9.0), torch.full((30, 8), 9.0)]
+    compact = [torch.full((len(own), 8), 9.0) for own in rows]
+    for first, (one, grad) in enumerate(zip(ids, grads, strict=True)):
+        fresh = [first == 0] * 2
+        add_rows(whole, fresh, stops, one, grad, 7)
+        add_rows(compact, fresh, stops, one, grad, 7, rows, 1)
+    for table, own, alone in zip(whole, rows, compact, strict=True):
+        assert torch.equal(table[own], alone)
 
 
 @pytest.mark.parametrize("wrong", [-1, 50])
@@ -332,3 +361,225 @@ def test_a_batch_may_be_filled_anew_as_soon_as_the_step_returns(monkeypatch: pyt
     for name, value in trainer.model.named_parameters():
         torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-6)
     program.close()
+
+
+def as_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one update be of all rows of a table, as of one that is not gathered."""
+    module = importlib.import_module("megacompile.passes.insert_gradients")
+    monkeypatch.setattr(module, "named_bytes", lambda *arguments: 0)
+
+
+def whole_state(program: megacompile.Program) -> dict[tuple[str, str], Tensor]:
+    """All that is kept of each parameter, and how often it was updated."""
+    program.synchronize()
+    state = program._session.runtime.state
+    kept = {
+        (n, a): x.clone() for part in state.parts() for n, arrays in part.items() for a, x in arrays.items()
+    }
+    return kept | {("updates", str(g)): torch.tensor(steps) for g, steps in enumerate(state.steps)}
+
+
+def after_steps(
+    model: nn.Module, habits: Habits, given: Sequence[Any], apart: bool, **options: Any
+) -> tuple[list[Any], dict[tuple[str, str], Tensor], int]:
+    """What steps say, what they leave, and the bytes of gradients that the host keeps; with state and norms
+    read right behind steps, while updates may be under way."""
+    options.setdefault("compute_dtype", torch.bfloat16)
+    program = start(copy.deepcopy(model), "1MB", habits, **options)
+    said: list[Any] = []
+    for number, micro in enumerate(given):
+        result = program.train_step(list(micro))
+        if number == 1:
+            said += [program.state_dict(), program.evaluate(given[0][0])]
+        said += [result.loss, result.grad_norm]
+    assert looks_up(program) and ("rt.adam_rest(" in program.source) is apart
+    kept = program._session.runtime.buffers.nbytes()["gradients"]
+    state = whole_state(program)
+    program.close()
+    return said, state, kept
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple, dict)):
+        pairs = zip(a.values(), b.values(), strict=True) if isinstance(a, dict) else zip(a, b, strict=True)
+        return all(alike(x, y) for x, y in pairs)
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.filterwarnings("ignore:Compiling another program")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("policy", [None, "skip"])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_named_rows_and_the_rest_are_one_update_of_the_table(
+    clip: float | None, micro: int, policy: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are named twice, never, by padding, again, or by the next batch alone; one row alone."""
+    give_fake_cuda(monkeypatch)
+    torch.manual_seed(0)
+    model, given = Reader("twice"), [*steps(micro), *steps(micro)]
+    for one in given[-2]:
+        one["ids"].fill_(11)
+    habits = Habits(clip, ((1e-2, 0.1), (1e-3, 0.0)))
+    options: dict[str, Any] = {"on_nonfinite": policy, "device": device}
+    said, state, kept = after_steps(model, habits, given, True, **options)
+    as_one_update(monkeypatch)
+    expected, whole, kept_whole = after_steps(model, habits, given, False, **options)
+    assert alike(said, expected)
+    assert alike(state, whole)
+    assert kept < kept_whole / 4
+
+
+@pytest.mark.parametrize("update", ["immediate", "deferred"])
+def test_without_clipping_the_rest_is_updated_when_the_loss_is_known_or_last(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, options = Reader(), {"compute_dtype": torch.float32}
+    program = start(copy.deepcopy(model), "1MB", HABITS[0], example_batch=batch(), **options)
+    plan = program.plan
+    program.close()
+    groups = tuple(replace(group, update=update) for group in plan.groups)
+    options["plan"] = replace(plan, groups=groups)
+    given = steps(1)
+    said, state, _ = after_steps(model, HABITS[0], given, True, **options)
+    as_one_update(monkeypatch)
+    expected, whole, _ = after_steps(model, HABITS[0], given, False, **options)
+    assert alike(said, expected) and alike(state, whole)
+
+
+@pytest.mark.parametrize("options", [{"optimizer_state": "int8"}, {"max_grad_norm": 0.1}, {"sgd": True}])
+def test_other_tables_are_updated_whole(options: dict[str, Any]) -> None:
+    """Of moments in codes, of a norm with the bits of FP32, and of another optimizer than Adam."""
+    model = Reader()
+    sgd = options.pop("sgd", False)
+    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
+    program = megacompile.compile(
+        model, "1MB", optimizer=optimizer, compute_dtype=torch.float32, example_batch=batch(),
+        **{"max_grad_norm": None, **options},
+    )  # fmt: skip
+    assert looks_up(program) and "rt.adam_rest(" not in program.source
+    program.train_step(batch())
+    program.close()
+
+
+class Infinite(Reader):
+    """A model whose loss a batch can make infinite or NaN."""
+
+    def forward(self, ids: Tensor, labels: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, labels) * factor
+
+
+@pytest.mark.parametrize("policy", [None, "skip", "raise"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_loss_that_is_not_finite_changes_no_row(clip: float | None, policy: Any) -> None:
+    torch.manual_seed(0)
+    habits = Habits(clip)
+    options = {"compute_dtype": torch.bfloat16, "on_nonfinite": policy}
+    program = start(Infinite(), "1MB", habits, **options)
+    fine, bad = ({**batch(seed), "factor": torch.tensor(x)} for seed, x in ((0, 1.0), (1, float("nan"))))
+    program.train_step(fine)
+    before = whole_state(program)
+    with contextlib.suppress(megacompile.NonFiniteError):
+        program.train_step(bad)
+        program.synchronize()
+    assert alike(whole_state(program), before)
+    program.train_step(fine)
+    after = whole_state(program)
+    assert "rt.adam_rest(" in program.source
+    changed = [name for name in after if name[0].startswith("table") and not alike(after[name], before[name])]
+    assert {array for _, array in changed} == {"weights", "low", "exp_avg", "exp_avg_sq"}
+    program.close()
+
+
+@pytest.mark.filterwarnings("ignore:Compiling another program")
+def test_a_checkpoint_right_behind_a_step_has_all_of_its_updates(tmp_path: Any) -> None:
+    """While the next step goes on, and read by a program that then goes on as the first one does."""
+    torch.manual_seed(0)
+    model, habits, (first, second, third) = Reader(), Habits(0.1), steps(1)
+    program = start(copy.deepcopy(model), "1MB", habits, compute_dtype=torch.bfloat16)
+    program.train_step(first)
+    program.train_step(second)
+    program.save(tmp_path / "saved", wait=False)
+    program.train_step(third)
+    program.synchronize()
+    expected = whole_state(program)
+    program.close()
+    again = start(model, "1MB", habits, compute_dtype=torch.bfloat16, example_batch=batch())
+    again.load(tmp_path / "saved")
+    again.train_step(third)
+    assert alike(whole_state(again), expected)
+    again.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lookup_brings_up_to_date_what_the_step_before_has_left(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step leaves all rows that it does not name until the next one has looked its rows up."""
+    give_fake_cuda(monkeypatch)
+    torch.manual_seed(0)
+    model, habits, given = Reader(), Habits(0.1, ((1e-2, 0.1),)), [*steps(1), *steps(1)]
+    options = {"compute_dtype": torch.bfloat16, "device": device}
+    said, expected, _ = after_steps(model, habits, given, True, **options)
+    program = start(model, "1MB", habits, example_batch=batch(), **options)
+    turns, rest = threading.Semaphore(0), RowUpdate.update_rest
+
+    def late(self: RowUpdate, *arguments: Any) -> None:
+        assert turns.acquire(timeout=60)
+        rest(self, *arguments)
+
+    def noted(*arguments: Any) -> None:
+        gather_rows(*arguments)
+        turns.release()
+
+    monkeypatch.setattr(RowUpdate, "update_rest", late)
+    first, *others = given
+    losses = [program.train_step(first).loss]
+    monkeypatch.setattr(executor, "gather_rows", noted)
+    losses += [program.train_step(micro).loss for micro in others]
+    turns.release()
+    assert alike(whole_state(program), expected)
+    assert alike(losses, [x for x in said[:2] + said[4:] if isinstance(x, Tensor)][::2])
+    program.close()
+
+
+def test_a_lookup_comes_before_the_rest_of_a_table_and_no_row_is_updated_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the rest is at its first rows a lookup asks for some of these, and for some of its last ones."""
+    monkeypatch.setattr("megacompile.state.row_updates._AT_ONCE", 4 * WIDTH)
+    parameter = Parameter("table", (16, WIDTH), (WIDTH, 1), torch.float32, 0)
+    layout = GroupLayout(0, "table", torch.float32, True, (Slot(parameter, 0),), 16 * WIDTH)
+    state = HostState([layout])
+    update = RowUpdate(state, 0, {0: torch.tensor([1, 5])})
+    asked, begun, updated = threading.Event(), threading.Event(), []
+    plain = HostState.update_rows
+
+    def noted(self: HostState, group: int, slot: int, rows: Tensor, *rest: Any, **options: Any) -> None:
+        plain(self, group, slot, rows, *rest, **options)
+        updated.append(rows.tolist())
+        if len(updated) == 2:  # of the rest the first, of which a lookup waits for the end
+            begun.set()
+            assert asked.wait(60)
+
+    monkeypatch.setattr(HostState, "update_rows", noted)
+    wait_for = update._free.wait_for
+
+    def waiting(ready: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            asked.set()
+        return wait_for(ready)
+
+    monkeypatch.setattr(update._free, "wait_for", waiting)
+    hypers = [adam.AdamHyper(1e-3)]
+    update.catch_up(0, torch.tensor([3]), 1)  # nothing, as long as it is not known that the step updates
+    update.update_named(torch.ones(2 * WIDTH), hypers, 1)
+    thread = threading.Thread(target=update.update_rest, args=(hypers, 1))
+    thread.start()
+    assert begun.wait(60)
+    update.catch_up(0, torch.tensor([14, 0, 5, 14, 9]), 1)
+    thread.join()
+    update.catch_up(0, torch.arange(16), 1)
+    assert updated == [[1, 5], [0, 2, 3], [9, 14], [4, 6, 7], [8, 10, 11], [12, 13, 15]]
+    assert state.steps == [[1]]

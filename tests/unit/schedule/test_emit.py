@@ -63,7 +63,7 @@ def meant(op: Op) -> Called:
         arguments = {"group": op.group, "to": op.writes[0]}
     elif kind == "free_update":
         arguments = {"group": op.group, "free": list(op.frees)}
-    elif kind in ("evict", "norm", "orthogonalize", "read_weights", "read_state", "write"):
+    elif kind in ("evict", "norm", "orthogonalize", "adam_rest", "read_weights", "read_state", "write"):
         arguments = {"group": op.group}
     elif kind in ("forward", "recompute", "backward"):
         arguments = {"block": op.block, "micro": op.micro, "checkpoint": op.policy}

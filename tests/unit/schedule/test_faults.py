@@ -9,7 +9,18 @@ import pytest
 from megacompile.errors import ScheduleError
 from megacompile.passes import lower
 from megacompile.passes.synchronize import synchronize
-from megacompile.schedule.op_table import HostGrad, Master, Result, Ring, Spill, Staged, Value, WeightGrad
+from megacompile.schedule.op_table import (
+    HostGrad,
+    Loss,
+    Master,
+    Result,
+    Ring,
+    Scale,
+    Spill,
+    Staged,
+    Value,
+    WeightGrad,
+)
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import Event, Op, Step, peak_bytes
 from megacompile.schedule.verify import verify
@@ -423,6 +434,81 @@ def looked_up() -> Workload:
     given = ((0, 500), (3, 500))
     blocks = (first, *rest[:-1], replace(last, grad_groups=given, policies=policies))
     return replace(chained, blocks=blocks, values=values)
+
+
+def named_by_a_batch() -> Workload:
+    """A chain whose first block is given rows of a table that nothing else reads, of three in ten rows."""
+    work = looked_up()
+    table, *groups = work.groups
+    table = replace(table, nbytes=500, elements=250, state_bytes=2500)  # bf16, moments in FP32
+    values = (replace(work.values[0], rows=(0,)), *work.values[1:])
+    blocks = (replace(work.blocks[0], grad_groups=((0, 150),)), *chain(4).blocks[1:])
+    return replace(work, groups=(table, *groups), values=values, blocks=blocks)
+
+
+NAMED_WORK = named_by_a_batch()
+NAMED = {
+    deferred: lower(NAMED_WORK, uniform(NAMED_WORK), Mode("train", 1, deferred)) for deferred in (False, True)
+}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_rest_of_a_table_waits_for_the_loss_or_for_the_norms(deferred: bool, micro: int) -> None:
+    step = lower(NAMED_WORK, uniform(NAMED_WORK), Mode("train", micro, deferred))
+    verify(step, NAMED_WORK)
+    rest, named = (step.ops[find(step, kind, group=0)] for kind in ("adam_rest", "adam"))
+    late = deferred or micro > 1
+    assert rest.reads == ((Scale(),) if late else (Loss(0),))
+    assert (step.ops.index(rest) > step.ops.index(named)) is late
+    if late:
+        assert step.ops[-1] == rest
+        assert step.ops[find(step, "gather")].waits == (("adam", 0),)
+    else:
+        assert step.ops[find(step, "backward") + 1] == rest
+        assert rest.waits == (("forward", 3, 0),)
+    whole = NAMED_WORK.groups[0].update_bytes
+    caught = step.ops[find(step, "gather")].moved_bytes - 2 * NAMED_WORK.values[0].nbytes
+    assert named.nbytes == whole * 150 * micro // 500
+    assert named.nbytes + rest.nbytes + micro * caught == pytest.approx(whole, abs=3)
+    assert (caught > 0) is late
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_an_update_of_named_rows_without_that_of_the_rest(deferred: bool) -> None:
+    step = NAMED[deferred]
+    bad = waiting_again(with_op(step, find(step, "adam_rest")))
+    refuse(bad, NAMED_WORK, "adam of group 0", "adam_rest is missing")
+
+
+def test_the_rest_of_a_table_updated_twice() -> None:
+    step, index = NAMED[True], find(NAMED[True], "adam_rest")
+    bad = waiting_again(with_op(step, index, step.ops[index], step.ops[index]))
+    refuse(bad, NAMED_WORK, "adam_rest of group 0", "is to come once")
+
+
+def test_the_rest_of_a_table_updated_before_it_is_known_whether_the_step_updates() -> None:
+    index = find(NAMED[True], "adam_rest")
+    bad = with_op(NAMED[True], index, NAMED[True].ops[index].with_(reads=()))
+    refuse(bad, NAMED_WORK, "adam_rest of group 0", "before it is known")
+    index = find(NAMED[False], "adam_rest")
+    early = with_op(NAMED[False], index, NAMED[False].ops[index].with_(waits=()))
+    refuse(early, NAMED_WORK, "adam_rest of group 0", "before forward of block 3")
+
+
+def test_rows_gathered_after_the_update_of_the_rest_of_their_table() -> None:
+    step = NAMED[False]
+    gather, rest = find(step, "gather"), find(step, "adam_rest")
+    late = step.ops[gather].with_(writes=(Value(9, 0),), frees=(Value(9, 0),))
+    bad = step.with_(ops=(*step.ops[: rest + 1], late, *step.ops[rest + 1 :]))
+    refuse(waiting_again(bad), NAMED_WORK, "gather (compute)", "updated already")
+
+
+def test_the_rest_of_a_table_that_a_block_reads() -> None:
+    last = NAMED_WORK.blocks[-1]
+    policies = tuple(replace(p, forward=replace(p.forward, groups=(0, 3))) for p in last.policies)
+    work = replace(NAMED_WORK, blocks=(*NAMED_WORK.blocks[:-1], replace(last, policies=policies)))
+    refuse(NAMED[True], work, "adam_rest of group 0", "which a block may give")
 
 
 ROWS_WORK = looked_up()
