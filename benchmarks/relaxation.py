@@ -31,8 +31,7 @@ from benchmarks.relaxed_updates import limit_updates
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import call_seconds
 from megacompile.planner.treatments import Order
-from megacompile.schedule.op_table import Kind
-from megacompile.schedule.plan import Mode
+from megacompile.schedule.plan import LONGEST_WINDOW, Mode
 from megacompile.schedule.workload import Workload
 
 
@@ -95,35 +94,20 @@ class _Relaxation(RelaxedStep):
             self.program.at_least(total(self.next(self.spans[0]), {last: -1.0}), 0.0)
 
     def _offloads(self) -> None:
-        """One after the other; while one runs, compute gets no further than the end of the next operation."""
+        """One after the other; while one runs, compute gets no further than the end of its window."""
         over: int | None = None
-        behind: int | None = None
         for index, span in enumerate(self.spans):
-            if span.backward or index + 2 >= len(self.spans):
-                continue
-            after, then = self.spans[index + 1], self.spans[index + 2]
-            seconds = self.moved(span.block, "offload")
-            over = self._queue(over, {span.end: 1.0}, seconds, then)
-            stall = total(self._compute_row(after), self._stalls(span.block, "offload", self._longest(after)))
-            behind = self._queue(behind, total({span.start: 1.0}, self._compute_row(span)), stall, then)
+            if not span.backward and index + 1 + LONGEST_WINDOW < len(self.spans):
+                then = self.spans[index + 1 + LONGEST_WINDOW]
+                over = self._queue(over, {span.end: 1.0}, self.moved(span.block, "offload"), then)
 
     def _reloads(self) -> None:
-        """As for offloads: a reload starts no sooner than the backward before its block's."""
+        """As for offloads: a reload starts no sooner than its window."""
         over: int | None = None
-        behind: int | None = None
         for index, span in enumerate(self.spans):
-            if not span.backward or not self.spans[index - 1].backward:
-                continue
-            before, earlier = self.spans[index - 1], self.spans[index - 2]
-            again = {
-                o.share: call_seconds(o.policy.recompute, self.machine) for o in self.shares[before.block]
-            }
-            seconds = self.moved(span.block, "reload")
-            over = self._queue(over, total({earlier.end: 1.0}, again), seconds, span)
-            stall = total(
-                self._compute_row(before), self._stalls(span.block, "reload", self._longest(before))
-            )
-            behind = self._queue(behind, {before.start: 1.0}, stall, span)
+            if span.backward and index > LONGEST_WINDOW:
+                earlier = self.spans[index - 1 - LONGEST_WINDOW]
+                over = self._queue(over, {earlier.end: 1.0}, self.moved(span.block, "reload"), span)
 
     def _queue(self, last: int | None, ready: Row, seconds: Row, wanted: Span) -> int:
         """The end of what starts when it is ready and the one before is over; something waits for it."""
@@ -143,16 +127,6 @@ class _Relaxation(RelaxedStep):
             o.share: call_seconds(o.policy.recompute, machine) + call_seconds(o.policy.backward, machine)
             for o in shares
         }
-
-    def _longest(self, span: Span) -> float:
-        """The longest that a forward or backward may take, without a recompute."""
-        policies = [o.policy for o in self.shares[span.block]]
-        return max(call_seconds(c.backward if span.backward else c.forward, self.machine) for c in policies)
-
-    def _stalls(self, block: int, kind: Kind, beside: float) -> Row:
-        """What a block's offloaded activations takes to move beyond the one operation that may run
-        meanwhile."""
-        return {share: max(0.0, t - beside) for share, t in self.moved(block, kind).items()}
 
     def _fetches(self) -> tuple[Row, list[int]]:
         """Per group the fetches of a step where it is not held; those beyond the first, in seconds."""

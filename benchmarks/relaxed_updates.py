@@ -13,7 +13,7 @@ from functools import cached_property
 from benchmarks.linear import Row, total
 from benchmarks.relaxed_step import RelaxedStep
 from megacompile.hardware.simulate import call_seconds
-from megacompile.schedule.plan import named_bytes
+from megacompile.schedule.plan import LONGEST_WINDOW, named_bytes
 
 
 def limit_updates(step: RelaxedStep, pushed: Mapping[int, tuple[int, int]]) -> None:
@@ -55,9 +55,8 @@ class _Updates:
 
     def _left_behind(self, use: int) -> Row:
         """Bytes of offloaded activations that have left when an operation starts."""
-        return total(
-            *(self._step.offloaded_bytes(s.block) for s in self._spans[: max(0, use - 1)] if not s.backward)
-        )
+        gone = self._spans[: max(0, use - LONGEST_WINDOW)]
+        return total(*(self._step.offloaded_bytes(s.block) for s in gone if not s.backward))
 
     def _way(self, group: int, use: int) -> float:
         """Seconds from a group's update to an operation after its first use: its fetch, forwards between."""
@@ -71,7 +70,7 @@ class _Updates:
         """Between a gradient's arrival and the forward that wants the last of what comes after it."""
         groups: list[int] = []
         after = 0.0  # bytes of gradients that leave later
-        reloads: Row = {}  # of operations that come after the next one
+        reloads: Row = {}  # that start later
         order = sorted(self._pushed, reverse=True)
         for index in order:
             pushed, nbytes = self._pushed[index]
@@ -91,8 +90,9 @@ class _Updates:
                     whole, updates + fetched + after + nbytes, total(self._left_behind(use), reloads)
                 )
             after += nbytes
-            if index + 1 < len(self._spans) and self._spans[index + 1].backward:
-                reloads = total(reloads, self._step.offloaded_bytes(self._spans[index + 1].block))
+            later = index + LONGEST_WINDOW
+            if later < len(self._spans) and self._spans[later].backward:
+                reloads = total(reloads, self._step.offloaded_bytes(self._spans[later].block))
 
     def deferred(self) -> None:
         """All norms, then all updates in the order of the groups, then what wants them."""
@@ -126,7 +126,7 @@ class _Updates:
         )
         pushes: list[float] = []
         normed_bytes = 0
-        reloads: Row = {}  # of operations that come after the next one
+        reloads: Row = {}  # that start later
         for index in sorted((i for i in self._pushed if i > begin), reverse=True):
             block = self._work.blocks[self._spans[index].block]
             pushes += [n for _, n in block.grad_groups]
@@ -135,5 +135,5 @@ class _Updates:
             self._step.host_moves(interval, sum(pushes) + normed_bytes, reloads)
             seconds, draw = self._step.beside("push_grad", pushes)
             self._program.at_least(interval, seconds + draw * self._step.seconds("norm", normed_bytes))
-            if index + 1 < len(self._spans):
-                reloads = total(reloads, self._step.offloaded_bytes(self._spans[index + 1].block))
+            if (later := index + LONGEST_WINDOW) < len(self._spans):
+                reloads = total(reloads, self._step.offloaded_bytes(self._spans[later].block))

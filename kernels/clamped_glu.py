@@ -262,6 +262,7 @@ declare(
             kernels=(Kernel("clamped_glu_backward_kernel"),),
         ),
         along="elements",
+        gates=True,
         variant=lambda given: "interleaved" if given["interleaved"] else "halves",
         benchmarks=(
             Operation(

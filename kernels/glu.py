@@ -243,6 +243,7 @@ declare(
         OpPass(kernels=(Kernel("glu_forward_kernel"),)),
         OpPass(twin=Twin("glu_backward_", (1, 2)), kernels=(Kernel("glu_backward_kernel"),)),
         along="elements",
+        gates=True,
         variant=lambda given: str(given["activation"]),
         benchmarks=(
             Operation(

@@ -91,7 +91,8 @@ class OpSpec:
     gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
     whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
     draws random numbers. ``kept``: its results are worth keeping, though no formula says what they cost.
-    ``varies``: what a call allocates inside may depend on values. ``benchmarks`` hold its eager form.
+    ``gates``: it is a gated activation of what products gave it. ``varies``: what a call allocates inside may
+    depend on values. ``benchmarks`` hold its eager form.
     """
 
     name: str
@@ -102,6 +103,7 @@ class OpSpec:
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
     kept: bool = False
+    gates: bool = False
     varies: bool = False
     benchmarks: tuple[Operation, ...] = ()
 

@@ -24,13 +24,15 @@ def insert_offload(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Ste
     before: dict[int, list[Op]] = defaultdict(list)
     for index, back, tokens in tokens_of_own_backward(step, work):
         op = step.ops[index]
-        if plan.blocks[op.block].saved_on == "device" or back - index < 4:
-            continue  # where the backward is next, there is nothing to gain
-        start = min(index + 1, back - 1)
+        planned = plan.blocks[op.block]
+        least = 2 + planned.free_after + max(1, planned.reload)
+        if planned.saved_on == "device" or back - index < least:
+            continue  # what comes back as soon as it is gone gains nothing
         offload, reload = moves(step, index, tokens)
         after[index].append(offload)
-        after[start].append(Op("free_offloaded", "compute", op.block, micro=op.micro, frees=tokens))
-        before[max(back - plan.blocks[op.block].reload, start + 1)].append(reload)
+        gone = Op("free_offloaded", "compute", op.block, micro=op.micro, frees=tokens)
+        after[index + planned.free_after].append(gone)
+        before[back - planned.reload].append(reload)
     return step.with_(ops=weave(step.ops, before, after))
 
 

@@ -54,6 +54,14 @@ def is_heavy(node: fx.Node) -> bool:
     return any(part in name for part in _HEAVY_PARTS)
 
 
+def is_product(node: fx.Node) -> bool:
+    """Return whether a node is a product of torch's own, which takes its operands' FLOPs and no more."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or called(target) is not None:
+        return False
+    return target._overloadpacket in flop_registry or target._schema.name in _GROUPED
+
+
 def flat(value: Any) -> list[Any]:
     """The leaves of nested lists and tuples."""
     if isinstance(value, (list, tuple)):

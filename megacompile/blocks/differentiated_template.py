@@ -8,11 +8,11 @@ from typing import Literal
 
 from megacompile.blocks.block_functions import BlockFunction
 
-PolicyName = Literal["all", "some", "attention", "none", "least"]
-CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "attention", "none", "least")
+PolicyName = Literal["all", "some", "narrow", "attention", "none", "least"]
+CHECKPOINT_POLICIES: tuple[PolicyName, ...] = ("all", "some", "narrow", "attention", "none", "least")
 """Keep every tensor that the backward reads; keep the results of products and attention and derive
-the rest again; keep those of attention alone; keep nothing and recompute the first set, or the second, before
-the backward."""
+the rest again; keep those but for products that a gated activation reads, such as gate and up; keep those of
+attention alone; keep nothing and recompute the first set, or the second, before the backward."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from megacompile.blocks.differentiated_template import (
 from megacompile.blocks.joint_graph import Joint, Ref, extract, joint_of, without_statistics
 from megacompile.blocks.loop_check import disagreement
 from megacompile.blocks.partition import Template
-from megacompile.blocks.saved_sets import is_attention, keeps_all, saved_set
+from megacompile.blocks.saved_sets import is_attention, keeps_all, keeps_narrow, saved_set
 from megacompile.blocks.whole_sequences import NO_PRODUCT
 from megacompile.capture.changed_buffers import SNAPSHOT
 from megacompile.graph.node_storage import WRITE, storage_nbytes, view_base
@@ -143,6 +143,9 @@ class _Cutter:
             policies["all"] = self._with_saved("all", prefix, everything, forward)
             if sum(_saved_bytes(something)) < sum(_saved_bytes(everything)):
                 policies["some"] = self._with_saved("some", prefix, something, forward)
+                narrow = saved_set(self.joint, keeps_narrow(self.joint))
+                if 0 < sum(_saved_bytes(narrow)) < sum(_saved_bytes(something)):
+                    policies["narrow"] = self._with_saved("narrow", prefix, narrow, forward)
             if forward.attention_flops[0] * _LARGE_SHARE >= forward.flops > 0:
                 attention = saved_set(self.joint, is_attention)
                 policies["attention"] = self._with_saved("attention", prefix, attention, forward)
@@ -154,7 +157,7 @@ class _Cutter:
             policies = {
                 name: PolicyFunctions(name, forward, None, None, ())
                 for name in CHECKPOINT_POLICIES
-                if name != "attention"
+                if name not in ("narrow", "attention")
             }
         return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
 

@@ -14,29 +14,31 @@ from itertools import accumulate
 from typing import Literal
 
 from megacompile.planner.linear_program import Mixture
+from megacompile.planner.offload_windows import SHORTEST, OffloadWindows, Windows, window
 from megacompile.planner.treatments import Kind, Order, Treatment
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import Workload
 
-CHECKPOINT_POLICIES = ("all", "some", "attention", "none", "least")
+CHECKPOINT_POLICIES = ("all", "some", "narrow", "attention", "none", "least")
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
-_SAVES_LESS = {"least": 0, "none": 1, "attention": 2, "some": 3, "all": 4}
+_SAVES_LESS = {"least": 0, "none": 1, "attention": 2, "narrow": 3, "some": 4, "all": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of a plan that is the same for all blocks and groups of a start."""
+    """The part of a plan that is the same for all blocks and groups of a start; ``windows`` are the longest
+    that a block has to offload what it saves."""
 
     order: Order
     prefetch_depth: int
     grad_lag: int
-    reload: int = 1
+    windows: Windows = SHORTEST
 
-    def block(self, checkpoint: str, saved_on: str) -> BlockPlan:
+    def block(self, checkpoint: str, saved_on: str, windows: Windows) -> BlockPlan:
         """A block's plan; what stays on the device is not brought back."""
-        return BlockPlan(checkpoint, saved_on, 1 if saved_on == "device" else self.reload)  # type: ignore[arg-type]
+        return BlockPlan(checkpoint, saved_on, *(SHORTEST if saved_on == "device" else windows))  # type: ignore[arg-type]
 
 
 def policies_of(work: Workload) -> list[str]:
@@ -52,7 +54,8 @@ def orders(work: Workload, mode: Mode) -> list[Order]:
 
 def shapes_of(order: Order) -> list[Shape]:
     """List how far transfers run ahead of compute in what starts are tried with, furthest first."""
-    return [Shape(order, *ahead) for ahead in ((2, 1, 1), (1, 1, 1), (0, 0, 1), (0, 0, 0))]
+    ahead = ((2, 1, SHORTEST), (1, 1, SHORTEST), (0, 0, SHORTEST), (0, 0, Windows(0, 1)))
+    return [Shape(order, *given) for given in ahead]
 
 
 def shapes(work: Workload, mode: Mode) -> list[Shape]:
@@ -72,20 +75,22 @@ def uniform(
     """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
     names = checkpoints or (checkpoint,) * len(work.blocks)
     return Plan(
-        blocks=tuple(shape.block(n, saved_on) for n in names),
+        blocks=tuple(shape.block(n, saved_on, shape.windows) for n in names),
         groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
         order=shape.order,
         grad_lag=shape.grad_lag,
     )
 
 
-def arrange(work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrangement) -> Plan:
+def arrange(
+    work: Workload, shape: Shape, mixture: Mixture, arrangement: Arrangement, windows: OffloadWindows
+) -> Plan:
     """The plan in which each kind has its counts, rounded, at the places that the arrangement gives."""
     blocks: list[BlockPlan] = [BlockPlan("none")] * len(work.blocks)
     groups: list[GroupPlan] = [GroupPlan("stream", shape.prefetch_depth)] * len(work.groups)
     for kind, counts in mixture.blocks:
         for b, (checkpoint, saved_on) in _places(kind, counts, arrangement):
-            blocks[b] = shape.block(checkpoint, saved_on)
+            blocks[b] = shape.block(checkpoint, saved_on, windows.of(b, checkpoint, shape.windows))
     for kind, counts in mixture.groups:
         for g, (_, residency) in _places(kind, counts, arrangement):
             if residency == "resident":
@@ -131,7 +136,7 @@ def _rank(treatment: Treatment) -> tuple[bool, int]:
 def _places(kind: Kind, counts: Sequence[float], arrangement: Arrangement) -> Iterator[tuple[int, Treatment]]:
     whole = _rounded(counts, len(kind.members))
     order = sorted(range(len(whole)), key=lambda t: _rank(kind.treatments[t]))
-    chosen = [t for t in order for _ in range(whole[t])] if arrangement == "runs" else _evenly(whole, order)
+    chosen = _paced(kind, whole, order) if arrangement == "runs" else _evenly(whole, order)
     for member, t in zip(kind.members, chosen, strict=True):
         yield member, kind.treatments[t]
 
@@ -148,6 +153,25 @@ def _rounded(counts: Sequence[float], total: int) -> list[int]:
     while sum(whole) > total:
         whole[max(range(len(whole)), key=lambda t: whole[t])] -= 1
     return whole
+
+
+def _paced(kind: Kind, counts: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Each t counts[t] times, in the given order; but what leaves the device comes as soon as the link has
+    room for it, the largest first, and what stays in between.
+    """
+    left, found, behind = list(counts), [], 0.0
+    out, beside = ([getattr(t, row) for t in kind.takes] for row in ("d2h_forward", "compute_forward"))
+    leaves = [place == "host" for _, place in kind.treatments]
+    largest_first = sorted(order, key=lambda t: -out[t])
+    for _ in range(sum(counts)):
+        leaving = [t for t in largest_first if left[t] and leaves[t]]
+        staying = [t for t in order if left[t] and not leaves[t]]
+        inside = (t for t in leaving if behind + out[t] <= window(out[t], beside[t]) * beside[t])
+        t = next(inside, staying[0] if staying else leaving[-1])
+        left[t] -= 1
+        found.append(t)
+        behind = max(0.0, behind + out[t] - beside[t])
+    return found
 
 
 def _evenly(counts: Sequence[int], order: Sequence[int]) -> list[int]:

@@ -104,8 +104,8 @@ def _uniform_plans(work: Workload, mode: Mode) -> Iterator[Plan]:
     lean = [name for name in _LEAN_POLICIES if name != "attention" or name in offered]
     for shape in shapes(work, mode):
         if shape.prefetch_depth == 0:
-            for checkpoint in lean if shape.reload else [*lean, "all"]:
-                for saved_on in ("device", "host") if shape.reload else ("host",):
+            for checkpoint in lean if shape.windows.reload else [*lean, "all"]:
+                for saved_on in ("device", "host") if shape.windows.reload else ("host",):
                     yield uniform(work, shape, checkpoint, saved_on, "stream")
 
 

@@ -15,6 +15,7 @@ from megacompile.hardware.simulate import Timeline, duration, simulate
 from megacompile.passes import finish, lower_memory
 from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.nvme_placement import Drive
+from megacompile.planner.offload_windows import OffloadWindows
 from megacompile.planner.plan_floor import Floor
 from megacompile.planner.step_costs import StepCosts
 from megacompile.schedule.op_table import SPECS, STREAMS, Kind
@@ -74,7 +75,7 @@ class Candidates:
         self.budget_bytes, self.host_budget, self.drive = budget_bytes, host_budget, drive
         self.spills, self.residents, self.resident = spills, residents, frozenset(resident)
         self.costs = StepCosts(work, mode, machine, {*residents, *resident})
-        self.floor = Floor(self.costs)
+        self.floor, self.windows = Floor(self.costs), OffloadWindows(self.costs)
         self._calls: dict[tuple[Kind, int, str], float] = {}  # seconds of blocks' functions
         self._forget()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from megacompile.planner.arrangements import Place, policies_of, with_deferred, with_state_at
 from megacompile.planner.nvme_placement import WINDOWS
-from megacompile.schedule.plan import BlockPlan, Mode, Plan
+from megacompile.planner.offload_windows import LONGEST, SHORTEST, OffloadWindows, Windows
+from megacompile.schedule.plan import LONGEST_WINDOW, BlockPlan, Mode, Plan
 from megacompile.schedule.workload import Workload
 
 Move = Callable[[Plan], Iterator[Plan]]
@@ -19,7 +21,7 @@ _LARGE = 1.05  # times the size of the middle group
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def moves(work: Workload, mode: Mode, residents: Collection[int]) -> Iterator[Move]:
+def moves(work: Workload, mode: Mode, residents: Collection[int], windows: OffloadWindows) -> Iterator[Move]:
     """Each gives plans that differ in one decision, or in one decision for a stretch of blocks or groups."""
     if mode.kind == "train" and not mode.keeps_gradients:
         yield partial(_updates, work)
@@ -29,8 +31,9 @@ def moves(work: Workload, mode: Mode, residents: Collection[int]) -> Iterator[Mo
     if residents:
         yield partial(_other_states, residents)
     yield _flow
-    yield partial(_blocks, work)
+    yield partial(_blocks, work, windows)
     yield _prefetch_depths
+    yield _offload_windows
 
 
 def _windows(plan: Plan) -> Iterator[Plan]:
@@ -103,10 +106,27 @@ def _flow(plan: Plan) -> Iterator[Plan]:
     yield replace(plan, grad_lag=plan.grad_lag + 1)
     if plan.grad_lag:
         yield replace(plan, grad_lag=plan.grad_lag - 1)
-    for ahead in sorted({1 - b.reload for b in plan.blocks if b.saved_on != "device"}):
-        yield replace(plan, blocks=tuple(replace(b, reload=ahead) for b in plan.blocks))
+    for ahead in sorted({int(not b.reload) for b in plan.blocks if b.saved_on != "device"}):
+        yield replace(
+            plan, blocks=tuple(b if b.saved_on == "device" else replace(b, reload=ahead) for b in plan.blocks)
+        )
     for ring in (2, 4):
         yield replace(plan, ring=ring)
+
+
+def _offload_windows(plan: Plan) -> Iterator[Plan]:
+    """Longer and shorter windows for all that leaves the device for a while."""
+    if any(b.saved_on != "device" for b in plan.blocks):
+        for sooner, later in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1)):
+            yield replace(plan, blocks=tuple(_with_windows(b, sooner, later) for b in plan.blocks))
+
+
+def _with_windows(plan: BlockPlan, sooner: int, later: int) -> BlockPlan:
+    """The block's plan, which comes back by so many operations sooner and may leave by so many later."""
+    if plan.saved_on == "device":
+        return plan
+    reload = min(max(0, plan.reload + sooner), LONGEST_WINDOW)
+    return replace(plan, reload=reload, free_after=min(max(1, plan.free_after + later), LONGEST_WINDOW))
 
 
 def _other_states(residents: Collection[int], plan: Plan) -> Iterator[Plan]:
@@ -130,21 +150,32 @@ def _groups(work: Workload, plan: Plan) -> Iterator[Plan]:
             ))  # fmt: skip
 
 
-def _blocks(work: Workload, plan: Plan) -> Iterator[Plan]:
+def _blocks(work: Workload, windows: OffloadWindows, plan: Plan) -> Iterator[Plan]:
     """Another treatment for a stretch of the blocks that have one now."""
     names = sorted(policies_of(work), key=lambda n: n == "attention")
-    treatments = [BlockPlan(n, s) for n in names for s in ("device", "host")]
-    present = sorted(set(plan.blocks), key=lambda p: (p.checkpoint, p.saved_on, p.reload))
-    for treatment in treatments:
+    places_of_saved: tuple[Place, ...] = ("device", "host")
+    treatments = list(product(names, places_of_saved))
+    present = sorted({(p.checkpoint, p.saved_on) for p in plan.blocks})
+    longest = _longest_windows(plan)
+    for checkpoint, saved_on in treatments:
         for now in present:
-            other = replace(treatment, reload=now.reload)
-            if other == now:
+            if now == (checkpoint, saved_on):
                 continue
-            places = [i for i, p in enumerate(plan.blocks) if p == now]
+            places = [i for i, p in enumerate(plan.blocks) if (p.checkpoint, p.saved_on) == now]
             for stretch in _stretches(places):
-                yield replace(
-                    plan, blocks=tuple(other if i in stretch else p for i, p in enumerate(plan.blocks))
-                )
+                limit = SHORTEST if saved_on == "device" else longest
+                other = BlockPlan(checkpoint, saved_on, *windows.of(min(stretch), checkpoint, limit))
+                blocks = (other if i in stretch else p for i, p in enumerate(plan.blocks))
+                yield replace(plan, blocks=tuple(blocks))
+
+
+def _longest_windows(plan: Plan) -> Windows:
+    """The longest windows of further offloads: any in which copies hide, where some of the plan's are longer
+    than the shortest; none at all where its own are just in time."""
+    found = [Windows(b.reload, b.free_after) for b in plan.blocks if b.saved_on != "device"]
+    if max(found, default=SHORTEST) > SHORTEST:
+        return LONGEST
+    return max(found, default=SHORTEST)
 
 
 def _stretches(places: list[int]) -> Iterator[frozenset[int]]:

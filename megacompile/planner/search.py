@@ -193,7 +193,7 @@ def _improve(found: Candidates) -> None:
     gains = True
     while gains:
         gains = False
-        for move in moves(found.work, found.mode, found.residents):
+        for move in moves(found.work, found.mode, found.residents, found.windows):
             while _gained(found, move):
                 gains = True
 

@@ -27,6 +27,7 @@ from megacompile.planner.arrangements import (
 )
 from megacompile.planner.baselines import baselines
 from megacompile.planner.linear_program import Mixer
+from megacompile.planner.offload_windows import LONGEST, SHORTEST, Windows
 from megacompile.planner.plan_evaluator import Candidates, EvaluatedPlan
 from megacompile.planner.treatments import Order, Treatments
 from megacompile.schedule.plan import Plan
@@ -45,15 +46,23 @@ def mixtures(candidates: Candidates) -> None:
     if candidates.mode.kind in ("evaluate", "update"):
         return
     for order in orders(candidates.work, candidates.mode):
-        mixer, fits = _mixer(candidates, order), False
-        for shape in shapes_of(order):
-            if (
-                shape.prefetch_depth or not fits
-            ):  # with nothing ahead of its use a step is slower, but needs least
-                fits |= _arranged(candidates, mixer, shape)
-    for count in _FIRST if candidates.residents else ():
+        fits, mixers = False, {w: _mixer(candidates, order, w) for w in (LONGEST, SHORTEST)}
+        for shape in (_hiding(order), *shapes_of(order)):
+            # with nothing ahead of its use a step is slower, but needs least
+            if shape.prefetch_depth or not fits:
+                fits |= _arranged(
+                    candidates, mixers[LONGEST if shape.windows == LONGEST else SHORTEST], shape
+                )
+    for count, shape in product(
+        _FIRST if candidates.residents else (), (_hiding("depth"), shapes_of("depth")[0])
+    ):
         some = frozenset(sorted(candidates.residents)[:count])
-        _arranged(candidates, _mixer(candidates, "depth", some), shapes_of("depth")[0])
+        _arranged(candidates, _mixer(candidates, "depth", shape.windows, some), shape)
+
+
+def _hiding(order: Order) -> Shape:
+    """The shape whose windows are as long as copies take: faster, unless copies fill the link."""
+    return replace(shapes_of(order)[0], windows=LONGEST)
 
 
 def apart(candidates: Candidates, begun: Collection[Plan]) -> Iterator[Candidates]:
@@ -71,7 +80,8 @@ def apart(candidates: Candidates, begun: Collection[Plan]) -> Iterator[Candidate
     for count in _APART:
         other = candidates.anew()
         some = frozenset(sorted(candidates.residents)[:count])
-        _arranged(other, _mixer(other, "depth", some), shapes_of("depth")[0])
+        for shape in (_hiding("depth"), shapes_of("depth")[0]):
+            _arranged(other, _mixer(other, "depth", shape.windows, some), shape)
         if other.best is not None and other.best.plan not in known:
             known.add(other.best.plan)
             yield other
@@ -86,9 +96,11 @@ def _arranged(candidates: Candidates, mixer: Mixer, shape: Shape) -> bool:
     return room is not None
 
 
-def _mixer(candidates: Candidates, order: Order, resident: frozenset[int] = frozenset()) -> Mixer:
+def _mixer(
+    candidates: Candidates, order: Order, longest: Windows, resident: frozenset[int] = frozenset()
+) -> Mixer:
     drive = None if candidates.host_budget is None else candidates.drive
-    found = Treatments(candidates.costs, order, resident | candidates.resident)
+    found = Treatments(candidates.costs, order, resident | candidates.resident, longest)
     return Mixer(found, None if drive is None else drive.spare)
 
 
@@ -104,7 +116,7 @@ def _fill(
         mixture = mixer.solve(room, host_room)
         if mixture is None or (candidates.best and mixture.seconds >= candidates.best.seconds):
             break
-        plan = arrange(candidates.work, shape, mixture, arrangement)
+        plan = arrange(candidates.work, shape, mixture, arrangement, candidates.windows)
         if not candidates.mode.keeps_gradients:
             plan = with_deferred(plan, candidates.work, mixture.deferred)
         if fitting is not None and plan == fitting.asked:
@@ -116,10 +128,12 @@ def _fill(
             if budget - peak < 0.01 * budget:
                 break
         else:
-            fails_at = room
             peak, over = candidates.misfits[plan]
             if host_room is not None:
                 host_room -= over
+            if peak <= budget:
+                continue
+            fails_at = room
         room += 0.98 * (budget - peak)
         if not fits_at < room < fails_at:
             room = (fits_at + min(fails_at, budget)) / 2
@@ -178,7 +192,7 @@ def few_blocks(candidates: Candidates) -> None:
         return
     names = policies_of(candidates.work)
     for shape in shapes(candidates.work, candidates.mode):
-        if not shape.reload:  # nothing here waits on the host
+        if not shape.windows.reload:  # nothing here waits on the host
             continue
         plan = uniform(candidates.work, shape, names[0], "device", "stream")
         now = candidates.measure(plan)

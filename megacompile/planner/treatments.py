@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from megacompile.hardware.simulate import call_seconds
+from megacompile.planner.offload_windows import SHORTEST, OffloadWindows, Windows
 from megacompile.planner.simplex import Array
 from megacompile.planner.step_costs import StepCosts, seconds_by_part
 from megacompile.schedule.op_table import SPECS, Part, ResidentGrad, Stream
@@ -65,11 +66,14 @@ class Kind:
 
 class Treatments:
     """The kinds of one workload's blocks and groups. The state of the groups ``resident`` is on the device,
-    that of other residents of ``costs`` may be.
+    that of other residents of ``costs`` may be. No window of what blocks offload is above the ``longest``.
     """
 
-    def __init__(self, costs: StepCosts, order: Order, resident: Iterable[int] = ()) -> None:
-        self.costs, self.resident = costs, frozenset(resident)
+    def __init__(
+        self, costs: StepCosts, order: Order, resident: Iterable[int] = (), longest: Windows = SHORTEST
+    ) -> None:
+        self.costs, self.resident, self.longest = costs, frozenset(resident), longest
+        self.windows = OffloadWindows(costs)
         self.work, self.mode, self.machine = costs.work, costs.mode, costs.machine
         self.breadth = order == "breadth"
         m = self.mode.micro_batches
@@ -95,9 +99,10 @@ class Treatments:
             )
             if moves:
                 away, home = (seconds_by_part([op], self.machine) for op in moves)
-                # one operation may run beside offloaded activations on its way; compute waits for the rest
-                out = max(0.0, sum(away.values()) - forward)
-                back_in = max(0.0, sum(home.values()) - backward)
+                # a window's operations run beside activations on their way; compute waits for the rest
+                ahead_of, behind = self.windows.of(b, policy.name, self.longest)
+                out = max(0.0, sum(away.values()) - behind * forward)
+                back_in = max(0.0, sum(home.values()) - ahead_of * backward)
                 waits = _NOTHING._replace(
                     compute_forward=ahead * out,
                     compute_backward=later * out + m * back_in,

@@ -15,7 +15,7 @@ from megacompile.errors import MegacompileError
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import lower
 from megacompile.schedule.op_table import Offloaded
-from megacompile.schedule.plan import BlockPlan, GroupPlan, Plan
+from megacompile.schedule.plan import LONGEST_WINDOW, BlockPlan, GroupPlan, Plan
 from megacompile.schedule.plan_text import block_text, group_text
 from megacompile.schedule.step import Step, peak_bytes, spilled_bytes
 from megacompile.units import format_bytes
@@ -102,11 +102,13 @@ def _alternative_plans(
 ) -> Iterator[tuple[str, Plan]]:
     plan, work = schedule.plan, schedule.work
     for b in blocks:
+        chosen = plan.blocks[b]
+        # NVMe is a budget's matter
+        places = [BlockPlan("", "device"), BlockPlan("", "host"), chosen]
+        if chosen.saved_on == "host":
+            places.append(BlockPlan("", "host", LONGEST_WINDOW, LONGEST_WINDOW))
         for policy in work.blocks[b].policies:
-            for saved_on in dict.fromkeys(
-                ("device", "host", plan.blocks[b].saved_on)
-            ):  # NVMe is a budget's matter
-                other = BlockPlan(policy.name, saved_on)
+            for other in dict.fromkeys(replace(place, checkpoint=policy.name) for place in places):
                 yield block_text(other), replace(plan, blocks=_with(plan.blocks, b, other))
     for g in groups:
         here = plan.groups[g]

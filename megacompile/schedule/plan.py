@@ -7,25 +7,27 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megacompile.errors import MegacompileError
-from megacompile.json_codec import from_plain, parse_json, to_plain
+from megacompile.json_codec import LATER, from_plain, parse_json, to_plain
 from megacompile.printable import is_printable
 from megacompile.schedule.plan_text import plan_lines
 from megacompile.schedule.workload import Workload
 
 PLAN_VERSION = 5
 _MOST_BUFFERS = 1 << 16
+LONGEST_WINDOW = 4  # operations in which saved activations leave the device, or come back
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "attention",
-    "none", "least");
-    ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers; ``reload``: how many
-    compute operations ahead of its use it starts its way back, 0 or 1."""
+    """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "narrow", "attention",
+    "none", "least"); ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers;
+    ``reload``: how many compute operations ahead of its use it starts its way back, up to 4;
+    ``free_after``: how many operations it may take to leave the device, where it is freed then, 1 to 4."""
 
     checkpoint: str
     saved_on: Literal["device", "host", "nvme"] = "device"
     reload: int = 1
+    free_after: int = field(default=1, metadata={LATER: True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,12 @@ def check_counts(plan: Plan, what: str) -> None:
     counts = {f"groups[{i}].prefetch_depth": g.prefetch_depth for i, g in enumerate(plan.groups)} | {
         "grad_lag": plan.grad_lag
     }
-    late = [i for i, b in enumerate(plan.blocks) if b.reload not in (0, 1)]
-    if late:
-        raise MegacompileError(
-            f"{what}.blocks[{late[0]}].reload is {plan.blocks[late[0]].reload}: give 0 or 1."
-        )
+    for i, block in enumerate(plan.blocks):
+        for name, value, least in (("reload", block.reload, 0), ("free_after", block.free_after, 1)):
+            if not least <= value <= LONGEST_WINDOW:
+                raise MegacompileError(
+                    f"{what}.blocks[{i}].{name} is {value}: give {least} to {LONGEST_WINDOW}."
+                )
     buffers = {"ring": plan.ring, "window": plan.window}
     for name, value in (counts | buffers).items():
         if value < (name in buffers) or (name in buffers and value > _MOST_BUFFERS):

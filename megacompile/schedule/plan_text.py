@@ -22,6 +22,7 @@ _WIDTH = 106  # of a printed line
 _POLICY_TEXTS = {
     "all": "keep everything",
     "some": "recompute norms and activations",
+    "narrow": "recompute norms, activations, gate and up",
     "attention": "recompute all but attention",
     "none": "recompute everything",
     "least": "recompute everything, norms twice",
@@ -44,8 +45,12 @@ _STATE_TEXTS = {
 def block_text(plan: BlockPlan) -> str:
     """Say what a block keeps and where that waits."""
     checkpoint = _POLICY_TEXTS.get(plan.checkpoint, f"keep {plan.checkpoint}")
-    waits = "" if plan.reload or plan.saved_on == "device" else ", back just in time"
-    return f"{checkpoint}, saved {_PLACES[plan.saved_on]}{waits}"
+    where = f"{checkpoint}, saved {_PLACES[plan.saved_on]}"
+    if plan.saved_on == "device":
+        return where
+    leaves = f" within {plan.free_after} operations" if plan.free_after > 1 else ""
+    comes = f", back {plan.reload} ahead" if plan.reload > 1 else "" if plan.reload else ", back just in time"
+    return f"{where}{leaves}{comes}"
 
 
 def group_text(plan: GroupPlan, ranks: int = 1) -> str:

@@ -105,9 +105,9 @@ def test_a_plan_beyond_the_budget_is_refused_with_what_it_needs() -> None:
 def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
     """At 64 tokens attention is a sixth of a layer's FLOPs: its results are offered, at 24 they are not."""
 
-    def by_policy(checkpoint: str, reload: int) -> tuple[list[float], dict[str, Any], megacompile.Program]:
+    def by_policy(checkpoint: str, *windows: int) -> tuple[list[float], dict[str, Any], megacompile.Program]:
         def plan(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
-            block = BlockPlan(checkpoint, "host", reload)
+            block = BlockPlan(checkpoint, "host", *windows)
             return Plan((block,) * len(work.blocks), (GroupPlan("stream", 0),) * len(work.groups))
 
         model = build("llama")
@@ -136,3 +136,37 @@ def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
     program = megacompile.compile(model, "1GB", optimizer=adamw, compute_dtype=torch.float32)
     program.prepare(batch_for("llama"))
     assert "attention" not in {p.name for b in program.schedule.work.blocks for p in b.policies}
+
+
+def test_gate_and_up_may_be_formed_again() -> None:
+    """What they take of a layer is not kept, whatever the windows, and the step has the same bits."""
+
+    def by_policy(checkpoint: str, saved_on: str, *windows: int) -> tuple[Any, ...]:
+        def plan(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
+            block = BlockPlan(checkpoint, saved_on, *windows)  # type: ignore[arg-type]
+            return Plan((block,) * len(work.blocks), (GroupPlan("stream", 0),) * len(work.groups))
+
+        model = build("llama", layers=6)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        program = megacompile.compile(
+            model, "1GB", optimizer=adamw, compute_dtype=torch.float32, planner=plan, kernels=True
+        )
+        losses = [float(program.train_step(batch_for("llama", i)).loss) for i in range(2)]
+        assert program.memory.device_peak_bytes == program.memory.predicted_peak_bytes
+        return losses, program.state_dict(), program
+
+    losses, weights, program = by_policy("some", "device")
+    layer = program.schedule.work.blocks[1]
+    some, narrow = layer.policy("some"), layer.policy("narrow")
+    tokens, width = batch_for("llama")["input_ids"].numel(), build("llama").config.intermediate_size
+    assert some.saved_bytes - narrow.saved_bytes == 2 * tokens * width * 4
+    assert narrow.recompute is None and narrow.backward is not None and some.backward is not None
+    hidden = build("llama").config.hidden_size
+    assert narrow.backward.flops - some.backward.flops == 2 * 2 * tokens * width * hidden
+    for saved_on, *windows in (("device",), ("host", 1, 1), ("host", 2, 3), ("host", 0, 4)):
+        found, state, _ = by_policy("narrow", saved_on, *windows)  # type: ignore[misc]
+        assert found == losses and same(state, weights), (saved_on, windows)
+    model = build("gpt2")
+    plain = megacompile.compile(model, "1GB", optimizer=torch.optim.AdamW(model.parameters()), kernels=True)
+    plain.prepare(batch_for("gpt2"))
+    assert "narrow" not in {p.name for b in plain.schedule.work.blocks for p in b.policies}

@@ -152,7 +152,7 @@ def any_plan(seed: int) -> Callable[[Workload, Mode, Machine, int], Plan]:
         rng = random.Random(seed)
         blocks = [
             BlockPlan(
-                rng.choice(("all", "some", "attention", "none", "least")),
+                rng.choice(("all", "some", "narrow", "attention", "none", "least")),
                 rng.choice(("device", "host")),
                 rng.randint(0, 1),
             )

@@ -118,9 +118,10 @@ def some_below(count: int, most: int) -> st.SearchStrategy[list[int]]:
 
 block_plans = st.builds(
     BlockPlan,
-    checkpoint=st.sampled_from(["all", "some", "attention", "none", "least"]),
+    checkpoint=st.sampled_from(["all", "some", "narrow", "attention", "none", "least"]),
     saved_on=st.sampled_from(["device", "host", "nvme"]),
-    reload=integers(0, 1),
+    reload=integers(0, 4),
+    free_after=integers(1, 4),
 )
 group_plans, matrix_plans = (
     st.builds(

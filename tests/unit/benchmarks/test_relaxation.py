@@ -47,10 +47,12 @@ def some_plan(draw: random.Random, work: Workload, mode: Mode) -> Plan:
         ("stream", "step"),
     )
     spread = draw.random()
-    block, residency = BlockPlan(draw.choice(checkpoints), draw.choice(places)), draw.choice(residencies)  # type: ignore[arg-type]
 
     def any_block() -> BlockPlan:
-        return BlockPlan(draw.choice(checkpoints), draw.choice(places))  # type: ignore[arg-type]
+        windows = draw.choice(((0, 1), (1, 1), (2, 3), (4, 4)))
+        return BlockPlan(draw.choice(checkpoints), draw.choice(places), *windows)  # type: ignore[arg-type]
+
+    block, residency = any_block(), draw.choice(residencies)
 
     def any_group() -> GroupPlan:
         kept = draw.choice(residencies) if draw.random() < spread else residency

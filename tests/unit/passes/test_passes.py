@@ -151,6 +151,22 @@ def test_insert_offload_returns_just_in_time_where_the_plan_says_so() -> None:
         assert lines[lines.index(f"backward(block={block})") - 1].startswith(f"reload(block={block},")
 
 
+def test_insert_offload_takes_as_many_operations_as_the_plan_says() -> None:
+    """The last blocks, which would be back as soon as they were gone, stay."""
+    work, plan = chain(6), uniform(chain(6), "all", saved_on="host")
+    plan = replace(plan, blocks=tuple(replace(block, reload=2, free_after=3) for block in plan.blocks))
+    step = run("compute_order insert_recompute insert_offload", work, plan)
+    assert [op.block for op in step.ops if op.kind == "offload"] == [0, 1, 2]
+    lines = [line.split(",")[0].split(")")[0] for line in shown(step)]
+    for block in (0, 1, 2):
+        away, freed, back = (
+            lines.index(f"{kind}(block={block}") for kind in ("offload", "free_offloaded", "reload")
+        )
+        assert sum(line.startswith("forward") for line in lines[away:freed]) == 3
+        between = lines[back : lines.index(f"backward(block={block}")]
+        assert sum(line.startswith("backward") for line in between) == 2
+
+
 def test_insert_offload_leaves_what_other_blocks_read_again() -> None:
     """Block 3 reads value 1 too: it is no longer block 1's own."""
     work = chain(5)

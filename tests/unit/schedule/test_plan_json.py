@@ -80,7 +80,9 @@ def test_what_is_no_number_is_refused(constant: str) -> None:
         ("blocks[1].", "saved_on", "disk"),
         ("blocks[1].", "checkpoint", 3),
         ("blocks[1].", "checkpoint", "\x1b[2J"),
-        ("blocks[1].", "reload", 2),
+        ("blocks[1].", "reload", 5),
+        ("blocks[1].", "free_after", 0),
+        ("blocks[1].", "free_after", 5),
     ],
 )
 def test_a_wrong_value_is_named(where: str, name: str, value: Any) -> None:
