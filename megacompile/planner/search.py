@@ -25,7 +25,15 @@ from megacompile.planner.nvme_placement import Drive
 from megacompile.planner.plan_cache import place_of, read, write
 from megacompile.planner.plan_evaluator import Candidates, Planned
 from megacompile.planner.plan_moves import Move, moves
-from megacompile.planner.search_starts import all_resident, apart, few_blocks, fill_device, fixed, mixtures
+from megacompile.planner.search_starts import (
+    all_resident,
+    apart,
+    few_blocks,
+    fill_device,
+    fixed,
+    less_on_host,
+    mixtures,
+)
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
@@ -169,7 +177,14 @@ def _try_starts(found: Candidates, also: Sequence[Plan]) -> None:
         blocks = tuple(replace(b, saved_on="host") if b.saved_on == "nvme" else b for b in plan.blocks)
         found.score(replace(with_state_at(plan, others, "host"), blocks=blocks, workload=""))
     begun = set[Plan]()
-    for start in (mixtures, few_blocks, fixed, _least, all_resident):  # those that cost most, last
+    for start in (
+        mixtures,
+        few_blocks,
+        fixed,
+        less_on_host,
+        _least,
+        all_resident,
+    ):  # those that cost most, last
         before = found.best
         start(found)
         if found.best is not before:

@@ -185,6 +185,32 @@ def all_resident(candidates: Candidates) -> None:
                 break
 
 
+def less_on_host(candidates: Candidates) -> None:
+    """Plans that fit the device and not the host, with just as many blocks' activations on the device as the
+    host has no room for, where nothing else fits."""
+    if candidates.best is not None:
+        return
+    misfits = candidates.misfits.items()
+    near = [(over, plan) for plan, (peak, over) in misfits if over and peak <= candidates.budget_bytes]
+    for _, plan in sorted(near, key=lambda pair: pair[0]):
+        places = [b for b, block in enumerate(plan.blocks) if block.saved_on == "host"]
+
+        def with_first(count: int, plan: Plan = plan, places: list[int] = places) -> Plan:
+            """So many of them; the last blocks' activations stay on the host for the shortest time."""
+            blocks = list(plan.blocks)
+            for b in places[:count]:
+                blocks[b] = replace(blocks[b], saved_on="device")
+            return replace(plan, blocks=tuple(blocks))
+
+        def fits_host(count: int) -> bool:
+            found = with_first(count)
+            return candidates.measure(found).fits or not candidates.misfits[found][1]
+
+        count = bisect_left(range(len(places)), True, key=fits_host)
+        if candidates.score(with_first(count)):
+            return
+
+
 def few_blocks(candidates: Candidates) -> None:
     """Yield plans where counts are too coarse: keep everything, then step by step what lowers the peak
     most."""
