@@ -104,11 +104,14 @@ def _alternative_plans(
     for b in blocks:
         chosen = plan.blocks[b]
         # NVMe is a budget's matter
-        places = [BlockPlan("", "device"), BlockPlan("", "host"), chosen]
-        if chosen.saved_on == "host":
-            places.append(BlockPlan("", "host", LONGEST_WINDOW, LONGEST_WINDOW))
+        host = chosen if chosen.saved_on == "host" else BlockPlan("", "host")
+        windows = [BlockPlan("", "host"), BlockPlan("", "host", LONGEST_WINDOW, LONGEST_WINDOW)]
         for policy in work.blocks[b].policies:
-            for other in dict.fromkeys(replace(place, checkpoint=policy.name) for place in places):
+            places = [BlockPlan("", "device"), host]
+            if (policy.name, "host") == (chosen.checkpoint, chosen.saved_on):
+                places += windows
+            for place in places:
+                other = replace(place, checkpoint=policy.name)
                 yield block_text(other), replace(plan, blocks=_with(plan.blocks, b, other))
     for g in groups:
         here = plan.groups[g]

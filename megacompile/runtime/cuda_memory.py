@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -135,6 +136,34 @@ def replayed(allowed: int, step: Step, requests: Sequence[Request]) -> Pages:
     return pages
 
 
+class _Limits:
+    """What the process may take of each device, as its programs limit it: the last that is open counts,
+    and after all of them what was before the first, in whatever order they close."""
+
+    def __init__(self) -> None:
+        self._before: dict[torch.device, float] = {}
+        self._open: dict[torch.device, dict[int, float]] = defaultdict(dict)  # by who asked, in their order
+
+    def set(self, by: TorchCuda, fraction: float) -> None:
+        """Limit the process for a program, which may do so again."""
+        device, others = by.device, self._open[by.device]
+        if not others:
+            self._before[device] = torch.cuda.get_per_process_memory_fraction(device)
+        others.pop(id(by), None)
+        others[id(by)] = fraction
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+    def lift(self, by: TorchCuda) -> None:
+        """A program has closed."""
+        device, others = by.device, self._open[by.device]
+        if others.pop(id(by), None) is not None:
+            last = next(reversed(others.values()), self._before[device])
+            torch.cuda.set_per_process_memory_fraction(last, device)
+
+
+_LIMITS = _Limits()
+
+
 class TorchCuda:
     """``torch.cuda`` as :class:`CudaMemory`."""
 
@@ -147,7 +176,6 @@ class TorchCuda:
         self._anchor()
         self._refused = False
         self._registered: dict[int, int] = {}  # page-locked pieces, from and to
-        self._fraction: float | None = None  # of the device's memory, that the process could take before
         self._probe = torch.zeros(1, device=device)
 
     def stream(self, name: str) -> Any:
@@ -237,21 +265,17 @@ class TorchCuda:
             page_unlock(start)
         self._registered.clear()
         _drop_workspaces()
-        if self._fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction, self.device)
-            self._fraction = None
+        _LIMITS.lift(self)
 
     def limit(self, nbytes: int) -> None:
         torch.cuda.empty_cache()
-        if self._fraction is None:
-            self._fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         if nbytes <= 0:
             raise BudgetError(
                 f"hbm_budget leaves torch's allocator nothing: the CUDA context, loaded kernels and other "
                 f"processes on this GPU hold {format_bytes(self.context_bytes())} of it. Raise the budget."
             )
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
+        _LIMITS.set(self, min(1.0, nbytes / total))
 
     def context_bytes(self) -> int:
         """Measured; other processes on the same GPU count into it."""

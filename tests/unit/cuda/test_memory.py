@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from typing import Any
@@ -37,7 +38,7 @@ class Probe:
 def bare(monkeypatch: pytest.MonkeyPatch) -> TorchCuda:
     """``TorchCuda`` as far as its memory goes, with no device."""
     api = TorchCuda.__new__(TorchCuda)
-    api.device, api._refused, api._registered, api._fraction = torch.device("cpu"), False, {}, None
+    api.device, api._refused, api._registered = torch.device("cpu"), False, {}
     api._probe = Probe()  # type: ignore[assignment]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     monkeypatch.setattr(cuda_memory, "_drop_workspaces", lambda: None)
@@ -117,7 +118,9 @@ def test_memory_of_a_process_that_has_ended_is_waited_for(monkeypatch: pytest.Mo
     assert 2.0 <= sum(waited) < 2.3
 
 
-def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The shares of a device of 1,000 bytes that the process was limited to, one after the other."""
     limits = [0.9]
     device = type("Properties", (), {"total_memory": 1000})
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -127,6 +130,25 @@ def test_the_allocators_limit_ends_with_the_program(bare: TorchCuda, monkeypatch
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: limits.append(fraction)
     )
+    return limits
+
+
+@pytest.mark.parametrize("first, left", [(0, 0.5), (1, 0.25)])
+def test_the_limit_of_a_program_stays_as_long_as_it_is_open(
+    first: int, left: float, bare: TorchCuda, limits: list[float]
+) -> None:
+    apis = [bare, copy.copy(bare)]
+    for api, nbytes in zip(apis, (250, 500), strict=True):
+        api.limit(nbytes)
+    apis[first].release()
+    assert limits[-1] == left
+    apis[1 - first].release()
+    assert limits[-1] == 0.9
+
+
+def test_the_allocators_limit_ends_with_the_program(
+    bare: TorchCuda, limits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare.limit(250)
     bare.limit(500)
     bare.release()
