@@ -50,7 +50,9 @@ def test_what_profile_measures_is_planned_by(tmp_path: Path, monkeypatch: pytest
     assert 16 * parameters == 1 << 30 or 16 * parameters < host_available()
     assert measured.name == torch.cuda.get_device_name() and measured.attention_forward > 0
     backend = open_backend("cuda", torch.bfloat16)
-    assert backend.open(1 << 30, World()).adam_threads == 1
+    opened = backend.open(1 << 30, World())
+    assert opened.adam_threads == 1
+    opened.close()
     assert (
         measured.measured and (measured.chip // 10, measured.chip % 10) == torch.cuda.get_device_capability()
     )
