@@ -24,7 +24,8 @@ from megacompile.blocks.policies import differentiate
 from megacompile.errors import MegacompileError
 from megacompile.file_cache import cached_file, code_digest, read_cached, write_cached
 from megacompile.json_codec import from_plain, to_plain
-from megacompile.kernels._triton import HAS_TRITON, Gpu
+from megacompile.kernels import _triton
+from megacompile.kernels._triton import Gpu
 
 _MOST = 1024  # files; the newest stay
 _NAMESPACES = ("aten", "prims", "megacompile")  # of operators that are the same in every run
@@ -68,7 +69,12 @@ def _place_of(template: Template, gpu: Gpu | None, chunk: int, check: bool) -> P
     return cached_file(
         "templates",
         code_digest(megacompile, blocks, capture, graph, kernels),
-        (torch.__version__, HAS_TRITON),
+        (
+            torch.__version__,
+            _triton.HAS_TRITON,
+            _triton.INTERPRETED,
+            _triton._gave_up,
+        ),  # by which kernels run
         (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
         (template.name, template.digest, template.share),
         [node.name for node in template.graph.nodes],

@@ -14,6 +14,7 @@ from megacompile.blocks import template_cache
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
+from megacompile.kernels import _triton
 from megacompile.kernels._triton import Gpu
 from tests.support.models import batch_for, build
 
@@ -77,6 +78,16 @@ def test_what_functions_depend_on_differentiates_again(differentiated: list[str]
         differentiated.clear()
         other()
         assert len(differentiated) == count
+
+
+def test_whether_kernels_run_is_part_of_the_key(
+    differentiated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Triton does not work, references run, which launch and hold other things."""
+    count = len(start(gpu=Gpu(132, 90)))
+    monkeypatch.setattr(_triton, "_gave_up", not _triton._gave_up)
+    start(gpu=Gpu(132, 90))
+    assert len(differentiated) == 2 * count
 
 
 def test_other_code_differentiates_again(differentiated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

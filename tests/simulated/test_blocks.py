@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megacompile.blocks.block_functions import BlockFunction
 from megacompile.kernels import _triton
 from tests.simulated.numbers import runtime
 from tests.simulated.test_budgets import batch, llama
+from tests.support.captures import nothing_kept
 from tests.support.models import batch_for, build
 
 CUDA = torch.device("cuda")
@@ -22,7 +24,7 @@ ROUNDING = 512  # bytes, of each tensor
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
+def arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Tensor]]]:
     """What the functions that are made from now on take, by their names."""
     found: dict[str, list[Tensor]] = {}
     block_function = policies.block_function
@@ -38,7 +40,8 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
     monkeypatch.setattr(_triton, "HAS_TRITON", True)  # as where it is installed
     monkeypatch.setattr(_triton, "_gave_up", False)
     runtime.set(poison=0, lag_us=0)
-    return found
+    with nothing_kept():
+        yield found
 
 
 def functions(model: nn.Module, example: dict[str, Tensor], inductor: bool = False) -> list[BlockFunction]:
