@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = ("h100-sxm", "h100-sxm-2")  # of a budget that both measured, the later counts
 CARD = "an H100"
 MODELS = {"qwen2.5-3b": ("Qwen2.5-3B", 16_384), "llama-3.1-8b": ("Llama-3.1-8B", 32_768)}
-_OTHERWISE = ("clipped", "Muon", "profiled")  # stages whose step is another one
+_OTHERWISE = ("clipped", "Muon")  # stages whose step is another one
 
 
 class Step(NamedTuple):

@@ -8,6 +8,7 @@ anything but operators of torch and of ours is not kept, as other code may stand
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -66,20 +67,17 @@ def _is_the_same_in_every_run(graph: fx.Graph) -> bool:
 
 def _place_of(template: Template, gpu: Gpu | None, chunk: int, check: bool) -> Path:
     """The file of a template's functions."""
-    return cached_file(
-        "templates",
-        code_digest(megacompile, blocks, capture, graph, kernels),
-        (
-            torch.__version__,
-            _triton.HAS_TRITON,
-            _triton.INTERPRETED,
-            _triton._gave_up,
-        ),  # by which kernels run
-        (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
-        (template.name, template.digest, template.share),
-        [node.name for node in template.graph.nodes],
-        (gpu, chunk, check),
-    )
+    code = code_digest(megacompile, blocks, capture, graph, kernels)
+    return cached_file("templates", code, *what_decides(template, gpu, chunk, check))
+
+
+def what_decides(template: Template, gpu: Gpu | None, chunk: int, check: bool) -> tuple[Hashable, ...]:
+    """Everything but code that a template's functions depend on: equal values mean equal functions."""
+    kernels_run = _triton.HAS_TRITON, _triton.INTERPRETED, _triton._gave_up
+    modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    names = tuple(node.name for node in template.graph.nodes)
+    own = template.name, template.digest, template.share, names
+    return torch.__version__, kernels_run, modes, own, (gpu, chunk, check)
 
 
 def _read(path: Path) -> DifferentiatedTemplate | None:

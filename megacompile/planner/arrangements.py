@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+from megacompile.blocks.differentiated_template import CHECKPOINT_POLICIES
 from megacompile.planner.linear_program import Mixture
 from megacompile.planner.offload_windows import SHORTEST, OffloadWindows, Windows, window
 from megacompile.planner.treatments import Kind, Order, Treatment
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import Workload
 
-CHECKPOINT_POLICIES = ("all", "some", "narrow", "attention", "none", "least")
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
-_SAVES_LESS = {"least": 0, "none": 1, "attention": 2, "narrow": 3, "some": 4, "all": 5}
+_SAVES_LESS = {name: rank for rank, name in enumerate(reversed(CHECKPOINT_POLICIES))}
 
 
 @dataclass(frozen=True, slots=True)

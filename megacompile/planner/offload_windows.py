@@ -10,9 +10,8 @@ from math import ceil
 from typing import NamedTuple
 
 from megacompile.hardware.simulate import call_seconds, duration
-from megacompile.planner.step_costs import StepCosts
+from megacompile.planner.step_costs import StepCosts, seconds_by_part
 from megacompile.schedule.plan import LONGEST_WINDOW
-from megacompile.schedule.step import Op
 
 _SPARE = 1e-3  # of an operation: a copy that is longer by so little takes no operation more
 
@@ -50,12 +49,11 @@ class OffloadWindows:
         if not moves:
             return SHORTEST
         out, back = (duration(op, costs.machine) for op in moves)
-        fetched = sum(costs.work.groups[g].nbytes for g in policy.backward.groups) if policy.backward else 0
-        fetch = duration(Op("prefetch", "h2d", nbytes=fetched, ranks=costs.work.ranks), costs.machine)
+        groups = policy.backward.groups if policy.backward else ()
+        fetches = [op for g in groups for op in costs.on_host.get(g, ())]
+        fetch = seconds_by_part(fetches, costs.machine)["fetch", "h2d"]
         forward = call_seconds(policy.forward, costs.machine)
-        backward = call_seconds(policy.recompute, costs.machine) + call_seconds(
-            policy.backward, costs.machine
-        )
+        backward = sum(call_seconds(call, costs.machine) for call in (policy.recompute, policy.backward))
         return Windows(window(back + fetch, backward), window(out, forward))
 
 

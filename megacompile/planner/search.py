@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from megacompile.blocks.differentiated_template import CHECKPOINT_POLICIES
 from megacompile.errors import BudgetError, MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
 from megacompile.passes import finish, lower_memory
-from megacompile.planner.arrangements import CHECKPOINT_POLICIES, with_state_at
+from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.lowest_bytes import lowest_bytes
 from megacompile.planner.min_feasible_budget import describe_peak, infeasible, small_plans
 from megacompile.planner.nvme_placement import Drive

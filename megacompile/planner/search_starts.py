@@ -193,22 +193,20 @@ def less_on_host(candidates: Candidates) -> None:
     misfits = candidates.misfits.items()
     near = [(over, plan) for plan, (peak, over) in misfits if over and peak <= candidates.budget_bytes]
     for _, plan in sorted(near, key=lambda pair: pair[0]):
-        places = [b for b, block in enumerate(plan.blocks) if block.saved_on == "host"]
-
-        def with_first(count: int, plan: Plan = plan, places: list[int] = places) -> Plan:
-            """So many of them; the last blocks' activations stay on the host for the shortest time."""
-            blocks = list(plan.blocks)
-            for b in places[:count]:
-                blocks[b] = replace(blocks[b], saved_on="device")
-            return replace(plan, blocks=tuple(blocks))
-
-        def fits_host(count: int) -> bool:
-            found = with_first(count)
-            return candidates.measure(found).fits or not candidates.misfits[found][1]
-
-        count = bisect_left(range(len(places)), True, key=fits_host)
-        if candidates.score(with_first(count)):
+        count = bisect_left(range(len(plan.blocks)), True, key=lambda n: _host_has_room(candidates, plan, n))
+        if candidates.score(_with_first_on_device(plan, count)):
             return
+
+
+def _host_has_room(candidates: Candidates, plan: Plan, count: int) -> bool:
+    other = _with_first_on_device(plan, count)
+    return candidates.measure(other).fits or not candidates.misfits[other][1]
+
+
+def _with_first_on_device(plan: Plan, count: int) -> Plan:
+    """The plan with what the first blocks save on the device: what later ones do waits for a shorter time."""
+    first = (replace(block, saved_on="device") for block in plan.blocks[:count])
+    return replace(plan, blocks=(*first, *plan.blocks[count:]))
 
 
 def few_blocks(candidates: Candidates) -> None:

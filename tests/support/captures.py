@@ -17,15 +17,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
 from megacompile.api.frontend import Frontend
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
-from megacompile.blocks.template_cache import differentiate_once
+from megacompile.blocks.partition import Template
+from megacompile.blocks.template_cache import differentiate_once, what_decides
 from megacompile.capture.quantized_weights import coding_of
 from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
+from megacompile.kernels._triton import Gpu
 from megacompile.state.model_ownership import _lend_own as lend_own
 from megacompile.state.model_ownership import _Refuser as Refuser
 
@@ -70,12 +73,20 @@ class Captures:
             self._captured[key] = capture(model, args, kwargs, **options)
         return self._captured[key]
 
-    def differentiate(self, template: Any, mode: Any, *target: Any, **options: Any) -> DifferentiatedTemplate:
+    def differentiate(
+        self,
+        template: Template,
+        mode: FakeTensorMode,
+        inductor: torch.device | None = None,
+        gpu: Gpu | None = None,
+        chunk: int = 0,
+        *,
+        check: bool = True,
+    ) -> DifferentiatedTemplate:
         """As :func:`megacompile.blocks.template_cache.differentiate_once`."""
-        nodes = tuple(node.name for node in template.graph.nodes)
-        key = (template.digest, template.name, template.share, nodes, target, *sorted(options.items()))
+        key = inductor, what_decides(template, gpu, chunk, check)
         if key not in self._templates:
-            self._templates[key] = differentiate_once(template, mode, *target, **options)
+            self._templates[key] = differentiate_once(template, mode, inductor, gpu, chunk, check=check)
         return self._templates[key]
 
     @contextmanager

@@ -365,8 +365,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "blocks",
         "megacompile/blocks/template_cache.py",
-        "(gpu, chunk, check),",
-        "(chunk, check),",
+        "own, (gpu, chunk, check)",
+        "own, (chunk, check)",
         ("tests/e2e/test_second_start.py::test_what_functions_depend_on_differentiates_again",),
     ),
     Fault(
