@@ -23,7 +23,7 @@ from megacompile.schedule.workload import Workload
 Place = Literal["host", "device"]  # of a group's state
 Arrangement = Literal["runs", "spread"]
 ARRANGEMENTS: tuple[Arrangement, ...] = ("runs", "spread")
-_SAVES_LESS = {name: rank for rank, name in enumerate(reversed(CHECKPOINT_POLICIES))}
+_SAVES_LESS: dict[str, int] = {name: rank for rank, name in enumerate(reversed(CHECKPOINT_POLICIES))}
 
 
 @dataclass(frozen=True, slots=True)
