@@ -3,7 +3,7 @@
     python -m benchmarks.kernel_gate            # compile, say what differs from the tables
     python -m benchmarks.kernel_gate --update   # accept: rewrite resources.csv and ceilings.csv
 
-In: the launches that the registered cases make on meta tensors. Out: one row per (case, kernel,
+In: the launches that the cases of ``gate_cases.py`` make on meta tensors. Out: one row per (case, kernel,
 chip) with registers, bytes of local memory (spills), bytes of shared memory and the widths of its
 global loads and stores, and one with its ceiling. Needs triton (whose wheel carries ptxas,
 cuobjdump and nvdisasm) and a process without TRITON_INTERPRET. Compiled kernels are kept in triton's own
@@ -27,25 +27,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.gate_cases import CASES
+from benchmarks.gate_rules import SHARED_LIMIT, changes, comparable, faults, slow, worse, write_table
 from benchmarks.kernel_ceilings import ceiling, needed_flops, resident
 from benchmarks.machine_code import Flow, Instruction, Product, disassemble, in_flight, parse, tool
 from megacompile import kernels
-from megacompile.kernels._triton import AOT_CASES, Launch, recording, tl, triton
+from megacompile.kernels._triton import Launch, recording, tl, triton
 from megacompile.kernels.chips import CHIPS, Ceiling
-from megacompile.kernels.gate_tables import (
-    CEILINGS,
-    SHARED_LIMIT,
-    TABLE,
-    Resources,
-    changes,
-    comparable,
-    faults,
-    read_ceilings,
-    read_table,
-    slow,
-    worse,
-    write_table,
-)
+from megacompile.kernels.gate_tables import CEILINGS, TABLE, Resources, read_ceilings, read_table
 
 POINTER = {
     torch.float32: "*fp32",
@@ -75,15 +64,15 @@ class Job:
 
 def _record(operator: str, case: int, arch: int) -> list[Launch]:
     with recording(arch, chip_processors=CHIPS[arch].processors) as launches:
-        AOT_CASES[operator]()[case][1]()
+        CASES[operator][case][1]()
     return launches
 
 
 def jobs(arch: int) -> list[Job]:
     """Every distinct launch of every registered case on a chip."""
     found = []
-    for operator, make in sorted(AOT_CASES.items()):
-        for case, (name, _) in enumerate(make()):
+    for operator, cases in sorted(CASES.items()):
+        for case, (name, _) in enumerate(cases):
             seen: dict[str, set[str]] = defaultdict(set)
             for index, launch in enumerate(_record(operator, case, arch)):
                 spec = repr((_specialise(launch), launch.num_warps, launch.num_stages))
@@ -151,8 +140,8 @@ def sources() -> str:
         found.update(inspect.getsource(measure).encode())
     found.update(repr(CHIPS).encode())
     for arch in SHARED_LIMIT:
-        for operator, make in sorted(AOT_CASES.items()):
-            for case, (name, _) in enumerate(make()):
+        for operator, cases in sorted(CASES.items()):
+            for case, (name, _) in enumerate(cases):
                 for one in _record(operator, case, arch):
                     found.update(f"{name}\0{_specialise(one)}\0{one.grid}\0{one.options}\0".encode())
     return found.hexdigest()[:16]

@@ -8,7 +8,7 @@ two implementations an operator takes.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -268,8 +268,6 @@ def persistent(tile: RowTile, rows: int, device: torch.device) -> int:
 
 
 MAX_ROW = 32768
-ROW_WIDTHS = tuple(1 << n for n in range(6, 16))
-"""A width for each tile of whole rows, up to MAX_ROW."""
 
 
 def row_tile(columns: int, per_thread: int = 16) -> RowTile:
@@ -282,23 +280,3 @@ def row_tile(columns: int, per_thread: int = 16) -> RowTile:
     block_m = max(1, 2048 // block_n)
     warps = block_m * block_n // (32 * per_thread)
     return RowTile(block_m, block_n, min(max(warps, 4), 32))
-
-
-AotCase = tuple[str, Callable[[], object]]
-AotCases = Callable[[], list[AotCase]]
-AOT_CASES: dict[str, AotCases] = {}
-"""By the operator's name."""
-
-
-def aot_cases(name: str) -> Callable[[AotCases], AotCases]:
-    """Register what the ahead-of-time gate compiles of an operator: named calls of launchers on meta tensors.
-
-    The gate records the launches that these calls make, so it compiles what will run and cannot
-    drift from it.
-    """
-
-    def register(make: AotCases) -> AotCases:
-        AOT_CASES[name] = make
-        return make
-
-    return register

@@ -18,12 +18,11 @@ parameter: 24 bytes and the gradient (both moments and four bytes of weight, eac
 import ctypes
 import math
 from dataclasses import astuple, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, pointer, runs_triton, tl, triton
+from megacompile.kernels._triton import ceil_div, launch, pointer, runs_triton, tl, triton
 from megacompile.kernels.registry import OpSpec, declare
 
 BLOCK = 1024
@@ -179,18 +178,3 @@ def adamw_(
 
 
 declare(OpSpec("adamw_"))
-
-
-@aot_cases("adamw_")
-def _aot() -> list[AotCase]:
-    constants = Constants.of(1e-4, 0.9, 0.999, 1e-8, 0.1, 3)
-
-    def case(split: bool) -> None:
-        state = torch.empty(1 << 20, device="meta")
-        high, low = state.bfloat16(), state.to(torch.int16)
-        if split:
-            adamw_triton((high, low, state, state), high, constants, state)
-        else:
-            adamw_triton((state, None, state, state), high, constants, state)
-
-    return [("split bf16", partial(case, True)), ("fp32", partial(case, False))]

@@ -8,13 +8,12 @@ way (the residual stream). Saves sum and rstd; sum replaces x as the saved activ
 The kernels are those of :mod:`~megacompile.kernels.rms_norm`.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import MAX_ROW, ROW_WIDTHS, AotCase, aot_cases, runs_triton, wide
+from megacompile.kernels._triton import MAX_ROW, runs_triton, wide
 from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
 from megacompile.kernels.rms_norm import (
@@ -131,14 +130,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("add_rms_norm")
-def _add_rms_norm_aot() -> list[AotCase]:
-    def case(width: int) -> None:
-        x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
-        _, total, rstd = rms_norm_triton(x, x, x[0], 1e-6, 0.0, True)
-        if width <= MAX_ADD_RMS_NORM_BACKWARD:
-            rms_norm_backward_triton(x, x, total, x[0], rstd, (0.0, True))
-
-    return [(f"{n} bf16", partial(case, n)) for n in ROW_WIDTHS]

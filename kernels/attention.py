@@ -36,16 +36,13 @@ and v once, q and grad once per block of keys and member of the group.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     arch_of,
     ceil_div,
     launch,
@@ -667,32 +664,3 @@ def flash_attention_backward(
     """(dq, dk, dv, dsinks), contiguous; dsinks is empty where there are no sinks."""
     run = backward_triton if runs_triton(q) and supports(q, k, v) else backward_reference
     return run(grad, q, k, v, out, lse, _reaching(q, k, rule))
-
-
-@aot_cases("attention")
-def _aot() -> list[AotCase]:
-    def case(dims: tuple[int, int], rule: Rule, sinks: bool = False, packed: bool = False) -> None:
-        q, k, v = (
-            torch.empty((2, 4096, heads, dim), dtype=torch.bfloat16, device="meta").transpose(1, 2)
-            for heads, dim in ((32, dims[0]), (8, dims[0]), (8, dims[1]))
-        )
-        logits = q[0, :, 0, 0].contiguous() if sinks else None
-        bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
-        rule = replace(rule, sinks=logits, bounds=bounds)
-        out, lse = forward_triton(q, k, v, rule)
-        backward_triton(out, q, k, v, out, lse, rule)
-
-    causal, window = Rule(0.1), Rule(0.1, window=1024)
-    gemma, every = replace(causal, softcap=50.0), replace(window, softcap=50.0)
-    return [
-        *((f"{d} all bf16", partial(case, (d, d), every, True, True)) for d in (64, 128, 256)),
-        ("64 two-sided bf16", partial(case, (64, 64), Rule(0.1, False, 512))),
-        *((f"{d} causal bf16", partial(case, (d, d), causal)) for d in (64, 128, 256)),
-        ("192/128 causal bf16", partial(case, (192, 128), causal)),
-        ("128 window bf16", partial(case, (128, 128), window)),
-        ("128 packed bf16", partial(case, (128, 128), causal, packed=True)),
-        ("64 sinks bf16", partial(case, (64, 64), causal, sinks=True)),
-        ("64 window sinks bf16", partial(case, (64, 64), window, sinks=True)),
-        ("256 softcap bf16", partial(case, (256, 256), gemma)),
-        ("256 window softcap bf16", partial(case, (256, 256), every)),
-    ]

@@ -14,15 +14,12 @@ The kernel computes in float32 (float64 for float64), one program per 1024 pairs
 elements forward, 5 backward.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
-    aot_cases,
     as_rows,
     as_tiles,
     launch_columns,
@@ -279,17 +276,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("clamped_glu")
-def _clamped_glu_aot() -> list[AotCase]:
-    def case(dtype: torch.dtype, interleaved: bool) -> None:
-        both = torch.empty((4096, 2 * 2880), dtype=dtype, device="meta")
-        y = clamped_glu_triton(both, 7.0, 1.702, interleaved)
-        clamped_glu_backward_triton(y, both, 7.0, 1.702, interleaved, both)
-
-    return [
-        ("interleaved bf16", partial(case, torch.bfloat16, True)),
-        ("halves bf16", partial(case, torch.bfloat16, False)),
-        ("interleaved fp32", partial(case, torch.float32, True)),
-    ]

@@ -19,15 +19,12 @@ one read and one write in ``gradient_``.
 """
 
 from dataclasses import astuple, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     launch,
     launch_columns,
     next_power_of_2,
@@ -226,21 +223,3 @@ def gradient_reference(
 
 def _capped(z: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(z / softcap) if softcap else z
-
-
-@aot_cases("linear_cross_entropy")
-def _aot() -> list[AotCase]:
-    def case(columns: int, dtype: torch.dtype, terms: LossTerms) -> None:
-        logits = torch.empty((4096, columns), dtype=dtype, device="meta")
-        labels = torch.empty(4096, dtype=torch.int64, device="meta")
-        state = new_state(logits, 4096)
-        accumulate_triton(state, logits, labels, 0, terms)
-        gradient_triton(logits, labels, state, state[0], 0, terms)
-
-    whole, every = LossTerms(128256), LossTerms(128256, -100, 0.1, 30.0)
-    return [
-        ("128256 bf16", partial(case, 128256, torch.bfloat16, whole)),
-        ("128256 bf16 all terms", partial(case, 128256, torch.bfloat16, every)),
-        ("8192 bf16", partial(case, 8192, torch.bfloat16, whole)),
-        ("8192 fp32", partial(case, 8192, torch.float32, whole)),
-    ]

@@ -8,7 +8,6 @@ elements to a program; the two that share a byte each read it.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
 from megacompile.kernels.operator_benchmark import Cost, Operation, Shape
 from megacompile.kernels.registry import OpSpec, declare
 
@@ -141,15 +140,6 @@ def decode_4bit_op(stored: Tensor, shape: list[int], block: int, dtype: torch.dt
 @decode_4bit_op.register_fake
 def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
-
-
-@aot_cases("decode_4bit")
-def _aot_4bit() -> list[AotCase]:
-    def case(dtype: torch.dtype) -> None:
-        stored = torch.empty(stored_4bit_bytes(4096 * 4096, 64), dtype=torch.uint8, device="meta")
-        decode_4bit_triton(stored, (4096, 4096), 64, dtype)
-
-    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
 
 
 declare(OpSpec("decode_4bit", benchmarks=(BENCHMARK_4BIT,)))

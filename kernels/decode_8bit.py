@@ -8,14 +8,13 @@ result's dtype: bitsandbytes' own in training, bit for bit.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
 from megacompile.kernels.operator_benchmark import Cost, Operation, Shape
 from megacompile.kernels.registry import OpSpec, declare
 
@@ -132,15 +131,6 @@ def decode_8bit_op(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tens
 @decode_8bit_op.register_fake
 def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
-
-
-@aot_cases("decode_8bit")
-def _aot_8bit() -> list[AotCase]:
-    def case(dtype: torch.dtype) -> None:
-        stored = torch.empty(stored_8bit_bytes(4096, 4096), dtype=torch.uint8, device="meta")
-        decode_8bit_triton(stored, (4096, 4096), dtype)
-
-    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
 
 
 declare(OpSpec("decode_8bit", benchmarks=(BENCHMARK_8BIT,)))

@@ -8,16 +8,13 @@ element once.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     ceil_div,
     launch,
     runs_triton,
@@ -136,15 +133,6 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
 
 
 dropout_op.register_autograd(_dropout_backward, setup_context=_dropout_setup)
-
-
-@aot_cases("dropout")
-def _dropout_aot() -> list[AotCase]:
-    def case(dtype: torch.dtype) -> None:
-        rng = torch.empty(2, dtype=torch.int64, device="meta")
-        dropout_triton(torch.empty((4096, 4096), dtype=dtype, device="meta"), rng, 3, 0.1)
-
-    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
 
 
 declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout_kernel"),)), draws=(1, 2)))

@@ -62,7 +62,6 @@ of which count. Where c or beta is a factor of something, its gradient is that o
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +69,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     arch_of,
     ceil_div,
     launch,
@@ -1138,19 +1135,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("gated_delta_rule")
-def _aot() -> list[AotCase]:
-    def case(groups: int, heads: int, width: int, inner: int) -> None:
-        q = torch.empty((2, 4096, groups, width), dtype=torch.bfloat16, device="meta")
-        v = torch.empty((2, 4096, heads, inner), dtype=torch.bfloat16, device="meta")
-        beta = v[..., 0].contiguous()
-        given = RuleInputs(q, q, v, beta.float(), beta, True)
-        out, states = forward_triton(given)
-        backward_triton(out, given, states)
-
-    return [
-        ("128/128 bf16", partial(case, 16, 32, 128, 128)),
-        ("96/192 bf16", partial(case, 30, 30, 96, 192)),
-    ]

@@ -11,7 +11,6 @@ element: 3 elements forward, 5 backward.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megacompile.kernels._triton import (
-    AotCase,
-    aot_cases,
     as_tiles,
     launch_columns,
     runs_triton,
@@ -261,18 +258,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("glu")
-def _glu_aot() -> list[AotCase]:
-    def case(activation: str, dtype: torch.dtype, packed: bool) -> None:
-        both = torch.empty((4096, 2 * 14336), dtype=dtype, device="meta")
-        gate, up = both.chunk(2, dim=-1)
-        if not packed:
-            gate, up = torch.empty_like(gate), torch.empty_like(up)
-        y = glu_triton(gate, up, activation)
-        glu_backward_triton(y, gate, up, activation, torch.empty_like(y), torch.empty_like(y))
-
-    cases = [(f"{a} bf16", partial(case, a, torch.bfloat16, False)) for a in ACTIVATIONS]
-    cases.append(("silu bf16 packed", partial(case, "silu", torch.bfloat16, True)))
-    return [*cases, ("silu fp32", partial(case, "silu", torch.float32, False))]

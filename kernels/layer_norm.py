@@ -14,7 +14,6 @@ and compute in the type of rstd: float32, or float64 for float64 x. References t
 keep sums over rows in the type of rstd.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,7 @@ from torch.nn import functional as F
 
 from megacompile.kernels._triton import (
     MAX_ROW,
-    ROW_WIDTHS,
-    AotCase,
     accumulator,
-    aot_cases,
     as_rows,
     ceil_div,
     launch,
@@ -300,14 +296,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("layer_norm")
-def _layer_norm_aot() -> list[AotCase]:
-    def case(width: int) -> None:
-        x = torch.empty((8192, width), dtype=torch.bfloat16, device="meta")
-        _, mean, rstd = layer_norm_triton(x, x[0], x[0], 1e-5)
-        if width <= MAX_LAYER_NORM_BACKWARD:
-            layer_norm_backward_triton(x, x, x[0], True, mean, rstd)
-
-    return [(f"{n} bf16", partial(case, n)) for n in (768, *ROW_WIDTHS)]

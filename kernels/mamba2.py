@@ -63,7 +63,6 @@ differences of sums, which would lose digits where most of a pair's gradient is 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,9 +70,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     arch_of,
     ceil_div,
     launch,
@@ -1161,19 +1158,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("mamba2_chunk_scan")
-def _aot() -> list[AotCase]:
-    def case(heads: int, width: int, groups: int, inner: int) -> None:
-        x = torch.empty((1, 4096, heads, width), dtype=torch.bfloat16, device="meta")
-        B = torch.empty((1, 4096, groups, inner), dtype=torch.bfloat16, device="meta")
-        of_heads = x[0, 0, :, 0].contiguous()
-        given = ScanInputs(x, x[..., 0].contiguous(), of_heads.float(), B, B, of_heads)
-        out, states = forward_triton(given)
-        backward_triton(out, given, states)
-
-    return [
-        ("128/64 bf16", partial(case, 128, 64, 8, 128)),
-        ("256/128 bf16", partial(case, 32, 128, 2, 256)),
-    ]

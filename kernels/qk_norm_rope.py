@@ -22,17 +22,14 @@ rotated, of HALF columns each, and c, those that pass, where there are any, of P
 ``x_token``, ``x_head`` are x's strides; columns have stride one.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     RowTile,
     accumulator,
-    aot_cases,
     ceil_div,
     launch,
     next_power_of_2,
@@ -381,21 +378,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("qk_norm_rope")
-def _qk_norm_rope_aot() -> list[AotCase]:
-    def case(heads: int, width: int, rotary: int, dtype: torch.dtype) -> None:
-        x = torch.empty((2, 4096, heads, width), dtype=dtype, device="meta").transpose(1, 2)
-        table = torch.empty((1, 1, 4096, rotary), dtype=dtype, device="meta")
-        given = x, x[0, 0, 0], table, table
-        y, rstd = qk_norm_rope_triton(*given, 1e-6, 0.0)
-        qk_norm_rope_backward_triton(y, *given, rstd, 0.0)
-
-    shapes = ((32, 128), (8, 128), (16, 64), (8, 256))
-    cases = [(f"{h}x{w} bf16", partial(case, h, w, w, torch.bfloat16)) for h, w in shapes]
-    return [
-        *cases,
-        ("16x256 partial bf16", partial(case, 16, 256, 64, torch.bfloat16)),
-        ("32x128 fp32", partial(case, 32, 128, 128, torch.float32)),
-    ]

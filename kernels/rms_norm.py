@@ -19,7 +19,6 @@ and compute in the type of rstd: float32, or float64 for float64 x. References t
 keep sums over rows in the type of rstd.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import (
     MAX_ROW,
-    ROW_WIDTHS,
-    AotCase,
     accumulator,
-    aot_cases,
     as_rows,
     ceil_div,
     launch,
@@ -321,16 +317,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("rms_norm")
-def _rms_norm_aot() -> list[AotCase]:
-    def case(width: int, dtype: torch.dtype) -> None:
-        x = torch.empty((8192, width), dtype=dtype, device="meta")
-        weight = x[0]
-        _, _, rstd = rms_norm_triton(x, None, weight, 1e-6, 0.0, True)
-        if width <= MAX_RMS_NORM_BACKWARD:
-            rms_norm_backward_triton(x, None, x, weight, rstd, (0.0, True))
-
-    cases = [(f"{n} bf16", partial(case, n, torch.bfloat16)) for n in ROW_WIDTHS]
-    return [*cases, ("4096 fp32", partial(case, 4096, torch.float32))]

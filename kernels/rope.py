@@ -16,16 +16,13 @@ indices of a dimension along which cos and sin do not vary (heads, mostly), so t
 Traffic per element: a read and a write; in place, columns from R on are not touched.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import (
-    AotCase,
     accumulator,
-    aot_cases,
     ceil_div,
     launch,
     next_power_of_2,
@@ -298,21 +295,3 @@ declare(
         ),
     )
 )
-
-
-@aot_cases("rope")
-def _rope_aot() -> list[AotCase]:
-    def case(heads: int, width: int, rotary: int, interleaved: bool) -> None:
-        x = torch.empty((2, 4096, heads, width), dtype=torch.bfloat16, device="meta")
-        cos = torch.empty((1, 1, 4096, rotary), dtype=torch.bfloat16, device="meta")
-        x = x.transpose(1, 2)
-        for transposed in (False, True):
-            rope_triton(x, cos, cos, interleaved, transposed, torch.empty_like(x))
-        rope_triton(x, cos, cos, interleaved, False, x)
-
-    return [
-        ("32x128 bf16", partial(case, 32, 128, 128, False)),
-        ("8x64 bf16", partial(case, 8, 64, 64, False)),
-        ("32x128 partial bf16", partial(case, 32, 128, 32, False)),
-        ("32x128 interleaved bf16", partial(case, 32, 128, 128, True)),
-    ]

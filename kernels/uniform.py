@@ -7,12 +7,11 @@ The kernel writes each element once, and reads nothing but the seed.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megacompile.kernels._triton import AotCase, aot_cases, ceil_div, launch, runs_triton, tl, triton
+from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
 from megacompile.kernels.random_numbers import BLOCK, hash_chunks, random_bits
 from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
 
@@ -72,14 +71,6 @@ def uniform_op(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int)
 @uniform_op.register_fake
 def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=rng.device)
-
-
-@aot_cases("uniform")
-def _uniform_aot() -> list[AotCase]:
-    def case(dtype: torch.dtype) -> None:
-        uniform_triton(torch.empty(2, dtype=torch.int64, device="meta"), (4096, 4096), dtype, 3)
-
-    return [("bf16", partial(case, torch.bfloat16)), ("fp32", partial(case, torch.float32))]
 
 
 declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform_kernel"),)), draws=(0, 3)))

@@ -15,19 +15,11 @@ import pytest
 import torch
 
 from benchmarks import kernel_gate as gate
+from benchmarks.gate_cases import CASES
+from benchmarks.gate_rules import SHARED_LIMIT, changes, faults, made_of, write_table
 from megacompile import kernels
-from megacompile.kernels._triton import AOT_CASES, MAX_ROW, Launch, launch, recording, row_tile, triton
-from megacompile.kernels.gate_tables import (
-    CEILINGS,
-    SHARED_LIMIT,
-    TABLE,
-    Resources,
-    changes,
-    faults,
-    made_of,
-    read_table,
-    write_table,
-)
+from megacompile.kernels._triton import MAX_ROW, Launch, launch, recording, row_tile, triton
+from megacompile.kernels.gate_tables import CEILINGS, TABLE, Resources, read_table
 
 adamw, attention, layer_norm, rms_norm, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")
@@ -63,8 +55,8 @@ def test_every_kernel_compiles_and_holds_its_resources() -> None:
 
 def recorded(arch: int) -> list[Launch]:
     with recording(arch) as launches:
-        for make in AOT_CASES.values():
-            for _, call in make():
+        for cases in CASES.values():
+            for _, call in cases:
                 call()
     return launches
 
@@ -194,7 +186,7 @@ def test_adamw_has_the_hosts_operations() -> None:
     from triton.compiler import ASTSource
 
     with recording(90) as launches:
-        for _, case in adamw._aot():
+        for _, case in CASES["adamw_"]:
             case()
     source = ASTSource(launches[0].kernel, *gate._specialise(launches[0]))
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launches[0].options)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernel_ceilings, machine_code
+from benchmarks.gate_rules import changes, slow, worse, write_table
 from megacompile.bench.results import ceilings as printed
 from megacompile.kernels._triton import Launch
 from megacompile.kernels.chips import CHIPS, Ceiling
-from megacompile.kernels.gate_tables import CEILINGS, changes, read_ceilings, slow, worse, write_table
+from megacompile.kernels.gate_tables import CEILINGS, read_ceilings
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"

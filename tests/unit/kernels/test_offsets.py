@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gate_rules import TABLE_TRITON
 from megacompile import kernels
 from megacompile.kernels import gated_delta, mamba2
 from megacompile.kernels._triton import Gpu, Launch, launch, recording, tl, triton
@@ -29,7 +30,6 @@ from megacompile.kernels.cross_entropy_tiles import LossTerms, accumulate_triton
 from megacompile.kernels.decode_4bit import decode_4bit_triton, stored_4bit_bytes
 from megacompile.kernels.decode_8bit import decode_8bit_triton, stored_8bit_bytes
 from megacompile.kernels.dropout import dropout_triton
-from megacompile.kernels.gate_tables import TABLE_TRITON
 from megacompile.kernels.gated_delta import RuleInputs
 from megacompile.kernels.gated_delta import backward_triton as delta_backward
 from megacompile.kernels.gated_delta import forward_triton as delta_forward
