@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from benchmarks.hopper_attention import hopper_attention_forward
+from benchmarks.hopper_attention import supports as hopper_supports
 from megacompile.kernels.adamw import Constants, adamw_triton
 from megacompile.kernels.add_rms_norm import MAX_ADD_RMS_NORM_BACKWARD
 from megacompile.kernels.attention import Rule
@@ -94,6 +96,31 @@ def _attention() -> list[Case]:
         ("64 window sinks bf16", partial(case, (64, 64), window, sinks=True)),
         ("256 softcap bf16", partial(case, (256, 256), gemma)),
         ("256 window softcap bf16", partial(case, (256, 256), every)),
+    ]
+
+
+def _hopper_attention() -> list[Case]:
+    """Of 9.0 alone: on other chips nothing is launched."""
+
+    def case(width: int, rule: Rule, sinks: bool = False, packed: bool = False) -> None:
+        q, k, v = (
+            torch.empty((2, 4096, heads, width), dtype=torch.bfloat16, device="meta").transpose(1, 2)
+            for heads in (32, 8, 8)
+        )
+        logits = q[0, :, 0, 0].contiguous() if sinks else None
+        bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
+        if hopper_supports(q, k, v):
+            hopper_attention_forward(q, k, v, replace(rule, sinks=logits, bounds=bounds))
+
+    causal, window = Rule(0.1), Rule(0.1, window=1024)
+    return [
+        *((f"{d} causal bf16", partial(case, d, causal)) for d in (64, 96, 128)),
+        ("128 full bf16", partial(case, 128, Rule(0.1, False))),
+        ("128 window bf16", partial(case, 128, window)),
+        ("128 packed bf16", partial(case, 128, causal, packed=True)),
+        ("128 softcap bf16", partial(case, 128, replace(causal, softcap=50.0))),
+        ("64 sinks bf16", partial(case, 64, causal, sinks=True)),
+        ("128 all bf16", partial(case, 128, replace(window, softcap=50.0), True, True)),
     ]
 
 
@@ -267,6 +294,7 @@ CASES: dict[str, list[Case]] = {
     "dropout": _dropout(),
     "gated_delta_rule": _gated_delta(),
     "glu": _glu(),
+    "hopper_attention": _hopper_attention(),
     "layer_norm": _layer_norm(),
     "linear_cross_entropy": _linear_cross_entropy(),
     "mamba2_chunk_scan": _mamba2(),

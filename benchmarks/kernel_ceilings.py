@@ -9,6 +9,10 @@ the loop come on top, so no run is faster and most are slower.
 
 Kernels with products are held to TFLOP/s of the products that the formula needs, the others to GB/s, which
 bytes in flight bound too: a multiprocessor that asks for few bytes at a time waits for memory.
+
+Warp-specialised kernels have groups of warps that only overlap with each other. One group's iteration, its
+products and then its other instructions, is a chain; where all groups meet at a barrier, it holds the
+products of all. A chain longer than any part is the time.
 """
 
 import math
@@ -37,6 +41,10 @@ from megacompile.kernels.chips import (
 
 MAX_CTAS = 32
 REGISTERS = 65536
+GROUPS = (
+    2  # of four warps that compute in a warp-specialised kernel; as many registers go to the one that fetches
+)
+WAITS = 150  # cycles of a chain in which barriers, products and shuffles answer
 
 
 def _of_delta_rule(launch: Launch) -> int:
@@ -79,12 +87,13 @@ def needed_flops(launch: Launch) -> int:
         return 0
     if "CHUNK" in given:
         return _of_delta_rule(launch)
-    if launch.kernel.__name__ == "attention_forward_kernel":
+    name = launch.kernel.__name__.removeprefix("hopper_")
+    if name == "attention_forward_kernel":
         keys, values = 1, 1
-    elif launch.kernel.__name__ == "attention_backward_q_kernel":
+    elif name == "attention_backward_q_kernel":
         keys, values = 2, 1
     else:
-        dk, dv = given["KEYS"], given["VALUES"]
+        dk, dv = given.get("KEYS", 1), given.get("VALUES", 1)
         keys, values = 2 * dk, dk + dv
     widths = keys * given["DIM"] + values * given["V_DIM"]
     return int(2 * given["BLOCK_M"] * given["BLOCK_N"] * widths)
@@ -108,6 +117,33 @@ def _tensor(product: Product, chip: Chip, warps: int) -> float:
     return max(cycles, rows * product.k * 2 / 128) * warps / 4
 
 
+def meets_alone(code: Sequence[Instruction]) -> bool:
+    """Return whether all barriers of warps are those of one group, by the number of their threads."""
+    return all(x.operands.strip().endswith(", 0x80") for x in code if x.opcode == "BAR")
+
+
+def arrives_together(code: Sequence[Instruction]) -> bool:
+    """Return whether a barrier of the group's warps lies between each wait and the arrival that follows.
+
+    One thread arrives for all. A warp that waits for the phase before would miss its end (triton#10035).
+    """
+    together = True
+    for x in code:
+        if x.opcode == "BAR":
+            together = True
+        elif x.name.startswith("SYNCS.PHASECHK"):
+            together = False
+        elif x.name.startswith("SYNCS.ARRIVE") and not together:
+            return False
+    return True
+
+
+def chain(code: Sequence[Instruction], cycles: dict[str, int]) -> int:
+    """Cycles of an iteration of one group, one thing after the other."""
+    products = cycles["tensor"] // (GROUPS if meets_alone(code) else 1)
+    return products + len(code) + WAITS
+
+
 def _cycles(code: Sequence[Instruction], chip: Chip, warps: int) -> dict[str, int]:
     """Cycles of each part of a multiprocessor for one iteration of a CTA."""
     names = [x.opcode for x in code]
@@ -129,14 +165,20 @@ def ceiling(
     launch: Launch, cubin: bytes, arch: int, usage: tuple[int, int], head: tuple[str, str, str, int]
 ) -> Ceiling:
     """The row of a kernel that was compiled for ``arch``; ``usage`` is its registers and shared memory."""
-    chip, warps = CHIPS[arch], launch.num_warps
+    chip, warps, held = CHIPS[arch], launch.num_warps, launch.num_warps
     code = Flow(disassemble(cubin)).hottest()
+    specialised = launch.kernel.__name__.startswith("hopper_")
+    if specialised:
+        warps, held = GROUPS * warps, (GROUPS + 1) * warps
     cycles = _cycles(code, chip, warps)
+    if specialised:
+        assert arrives_together(code), f"{head}: a warp arrives before those beside it have waited"
+        cycles["chain"] = chain(code, cycles)
     products = [x.product for x in code if x.product]
     executed = sum(p.flops * {"HMMA": warps, "HGMMA": warps // 4}.get(p.kind, 1) for p in products)
     needed = needed_flops(launch)
     moved = warps * sum(x.global_bytes for x in code)
-    ctas = min(resident(chip, *usage, warps), ceil_div(math.prod(launch.grid), chip.processors))
+    ctas = min(resident(chip, *usage, held), ceil_div(math.prod(launch.grid), chip.processors))
     flying = ctas * warps * in_flight(code, launch.num_stages)
     slowest = max(cycles, key=lambda name: cycles[name])
     per_second = chip.processors * chip.clock / max(cycles[slowest], 1)

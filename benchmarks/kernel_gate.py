@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import hopper_attention
 from benchmarks.gate_cases import CASES
 from benchmarks.gate_rules import SHARED_LIMIT, changes, comparable, faults, slow, worse, write_table
-from benchmarks.kernel_ceilings import ceiling, needed_flops, resident
+from benchmarks.kernel_ceilings import arrives_together, ceiling, chain, meets_alone, needed_flops, resident
 from benchmarks.machine_code import Flow, Instruction, Product, disassemble, in_flight, parse, tool
 from megacompile import kernels
 from megacompile.kernels._triton import Launch, recording, tl, triton
@@ -92,6 +93,10 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
     for (index, name), value in zip(names, launch.args, strict=True):
         if isinstance(value, torch.Tensor):
             signature[name] = POINTER[value.dtype]
+        elif hasattr(value, "block_shape"):  # a tensor whose tiles are copied
+            tile = f"{POINTER[value.base.dtype][1:]}{list(value.block_shape)}"
+            signature[name] = f"tensordesc<{tile},{value.layout!r}>"
+            continue
         elif isinstance(value, float):
             signature[name] = "fp32"
             continue
@@ -112,7 +117,8 @@ def sources() -> str:
     kernels give an equal hash, whichever module they stand in."""
     found = hashlib.sha256()
     written = set()
-    for module in sorted(name for name in sys.modules if name.startswith(f"{kernels.__name__}.")):
+    of_kernels = sorted(name for name in sys.modules if name.startswith(f"{kernels.__name__}."))
+    for module in (*of_kernels, hopper_attention.__name__):
         for name, value in vars(sys.modules[module]).items():
             if hasattr(value, "arg_names"):  # a kernel or a function of kernels
                 around = value.fn.__globals__
@@ -132,6 +138,9 @@ def sources() -> str:
         needed_flops,
         resident,
         ceiling,
+        meets_alone,
+        arrives_together,
+        chain,
         _specialise,
         _widths,
         _usage,
@@ -155,6 +164,7 @@ def _widths(ptx: str, prefix: str) -> list[int]:
     if prefix == "ld":
         copies = re.findall(r"cp\.async\S*global\S*.*?, (0x[0-9a-f]+|\d+)\b(?=[,;\s])", ptx)
         widths += [int(size, 0) for size in copies]
+        widths += [16] * len(re.findall(r"cp\.async\.bulk\.tensor\S*global", ptx))  # by rows of a tile
     return widths
 
 
@@ -181,8 +191,10 @@ def compile_launch(launch: Launch, arch: int, head: tuple[str, str, str, int]) -
     """The rows of a kernel for one chip, called ``head``."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    source = ASTSource(launch.kernel, *_specialise(launch))
+    form = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    source = form(launch.kernel, *_specialise(launch))
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     cubin = built.asm["cubin"]
     registers, local = _usage(cubin)

@@ -8,40 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
-from megacompile.planner.too_small import TooSmall
+from megacompile.errors import BudgetError
 from megacompile.units import format_bytes
 
 T = TypeVar("T")
 _LOG = logging.getLogger("megacompile.compiler.allocator")
 
 
-def plan_on_pages(
-    plan: Callable[[int], T | TooSmall], lacking: Callable[[T, int], int], budget_bytes: int
-) -> T | TooSmall:
+def plan_on_pages(plan: Callable[[int], T], lacking: Callable[[T, int], int], budget_bytes: int) -> T:
     """The plan within the budget; as long as ``lacking(plan, budget)`` bytes are missing, one within so much
     less, last the one of the least bytes that there is.
 
-    Where nothing fits, the least budget has room for that plan's pages.
+    The least budget that an error names has room for that plan's pages.
     """
     within, last = budget_bytes, False
     while True:
-        found = plan(within)
-        if isinstance(found, TooSmall):
-            least = found.least_bytes
+        try:
+            found = plan(within)
+        except BudgetError as error:
+            least = error.least_bytes
             if last or least is None:
-                return found
+                raise
             if least > budget_bytes:
-                return replace(found, least_bytes=least + _at(least, plan, lacking))
+                raise BudgetError(str(error), least_bytes=least + _at(least, plan, lacking)) from error
             within, last = least, True
             continue
         missing = lacking(found, budget_bytes)
         if not missing:
             return found
         if last:
-            return TooSmall(
+            raise BudgetError(
                 f"hbm_budget is {format_bytes(missing)} too small for the pages of the device's allocator, "
                 "on which this program's tensors do not lie side by side.",
                 least_bytes=budget_bytes + missing,
@@ -50,7 +48,9 @@ def plan_on_pages(
         within -= missing
 
 
-def _at(least: int, plan: Callable[[int], T | TooSmall], lacking: Callable[[T, int], int]) -> int:
+def _at(least: int, plan: Callable[[int], T], lacking: Callable[[T, int], int]) -> int:
     """Return what the plan of the least bytes takes beside them."""
-    found = plan(least)  # too small: a planner of one's own may need more still
-    return 0 if isinstance(found, TooSmall) else lacking(found, least)
+    try:
+        return lacking(plan(least), least)
+    except BudgetError:
+        return 0  # a planner of one's own may need more still

@@ -125,6 +125,43 @@ def test_duplicated_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "executes 2.0" in worse([replace(row, executed=1.0)], [row])[0]
 
 
+GROUPS_LOOP = LOOP.replace(
+    """        /*0070*/               @P1 BRA `(.L_x_2) ;
+""",
+    """        /*0061*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR6], R0 ;
+        /*0062*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+        /*0063*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0x28130], RZ ;
+        /*0070*/               @P1 BRA `(.L_x_2) ;
+""",
+)
+
+
+def specialised(monkeypatch: pytest.MonkeyPatch, text: str) -> Ceiling:
+    def hopper_attention_forward_kernel() -> None: ...
+
+    monkeypatch.setattr(kernel_ceilings, "disassemble", lambda _: text)
+    given = replace(launch(warps=4, BLOCK_M=128, BLOCK_N=16), kernel=hopper_attention_forward_kernel)
+    return kernel_ceilings.ceiling(given, b"", 90, (168, 64 << 10), ("m", "128 c", "k", 0))
+
+
+def test_groups_of_warps_take_turns_unless_their_chain_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of four warps; a third one fetches, and its registers count."""
+    row = specialised(monkeypatch, GROUPS_LOOP)
+    assert (row.tensor, row.issue, row.executed, row.ctas) == (192, 22, 1.0, 1)
+    assert row.binds == "chain", "96 + 11 + 150 cycles of one group beside 192"
+    assert "longer than the tensor cores" in slow([row])[0]
+    monkeypatch.setattr(kernel_ceilings, "WAITS", 50)
+    assert specialised(monkeypatch, GROUPS_LOOP).binds == "tensor"
+    all_meet = GROUPS_LOOP.replace("0x2, 0x80", "0x1")
+    assert specialised(monkeypatch, all_meet).binds == "chain"
+
+
+def test_one_warp_must_not_arrive_before_the_others_have_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = GROUPS_LOOP.replace("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP")
+    with pytest.raises(AssertionError, match="arrives before those beside it"):
+        specialised(monkeypatch, alone)
+
+
 def test_a_spill_in_the_hot_loop_is_a_fault_and_one_before_it_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from megacompile.errors import BudgetError
 from megacompile.planner.plan_on_pages import plan_on_pages
-from megacompile.planner.too_small import TooSmall
 
 LEAST = 100
 
 
-def plan(budget: int) -> int | TooSmall:
+def plan(budget: int) -> int:
     """One that takes all it may."""
-    return TooSmall("too small", LEAST) if budget < LEAST else budget
+    if budget < LEAST:
+        raise BudgetError("too small", least_bytes=LEAST)
+    return budget
 
 
 def pages(found: int, budget: int) -> int:
@@ -27,7 +29,7 @@ def test_what_is_missing_is_left_free() -> None:
 def test_the_least_plan_is_the_last_that_is_tried() -> None:
     tried = []
 
-    def noted(budget: int) -> int | TooSmall:
+    def noted(budget: int) -> int:
         tried.append(budget)
         return plan(budget)
 
@@ -37,6 +39,7 @@ def test_the_least_plan_is_the_last_that_is_tried() -> None:
 
 @pytest.mark.parametrize("budget", [50, 110])
 def test_the_least_budget_that_is_named_has_room_for_its_pages(budget: int) -> None:
-    found = plan_on_pages(plan, pages, budget)
-    assert isinstance(found, TooSmall) and found.least_bytes == LEAST + 30
+    with pytest.raises(BudgetError) as error:
+        plan_on_pages(plan, pages, budget)
+    assert error.value.least_bytes == LEAST + 30
     assert plan_on_pages(plan, pages, LEAST + 30) == LEAST

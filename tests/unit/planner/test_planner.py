@@ -21,7 +21,6 @@ from megacompile.planner import search as search_module
 from megacompile.planner.arrangements import _rounded
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import search
-from megacompile.planner.too_small import fitting
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.verify import verify
@@ -46,7 +45,7 @@ def _searched_anew() -> Iterator[None]:
 def least_budget(work: Workload, mode: Mode, machine: Machine) -> int:
     """The budget that the planner's refusal of one byte names."""
     with pytest.raises(BudgetError) as caught:
-        fitting(search(work, mode, machine, 1))
+        search(work, mode, machine, 1)
     found = re.search(r"least feasible budget .*? is (\d+) bytes", str(caught.value))
     assert found, str(caught.value)
     return int(found[1])
@@ -130,7 +129,7 @@ def test_of_equal_blocks_the_least_budget_is_least(mode: Mode) -> None:
     work = chain(4)
     least = least_budget(work, mode, MACHINE)
     with pytest.raises(BudgetError, match=f"is {least} bytes"):
-        fitting(search(work, mode, MACHINE, least - 1))
+        search(work, mode, MACHINE, least - 1)
     assert search(work, mode, MACHINE, least).peak_bytes == least
 
 
@@ -167,7 +166,7 @@ def test_counts_are_rounded_to_what_there_is() -> None:
 
 def test_an_infeasible_budget_tells_what_needs_it() -> None:
     with pytest.raises(BudgetError) as caught:
-        fitting(search(chain(4), TRAIN, MACHINE, 1500))
+        search(chain(4), TRAIN, MACHINE, 1500)
     message = str(caught.value)
     assert re.search(r"of layers\.\d, it holds", message), message
     assert "weight slots" in message and "make the batch" in message
