@@ -27,6 +27,7 @@ from benchmarks.bytes_per_parameter import WIDTH, Tower, run
 from benchmarks.report import machine_line
 from megacompile.hardware.machine import Machine
 from megacompile.planner.search import search
+from megacompile.planner.too_small import fitting
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_arena import trim_heap
@@ -34,7 +35,7 @@ from megacompile.state.host_arena import trim_heap
 
 def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
     """A planner that keeps no state on devices."""
-    return search(work, mode, machine, budget_bytes).plan
+    return fitting(search(work, mode, machine, budget_bytes)).plan
 
 
 def main() -> None:

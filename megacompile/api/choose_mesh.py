@@ -21,6 +21,7 @@ from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import MegacompileError
+from megacompile.planner.too_small import fitting
 from megacompile.schedule.plan import Mode
 from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.host_budget import host_bytes
@@ -102,7 +103,7 @@ def _planned_on(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings
     ranks = replace(settings.world.ranks, shards=shards)
     compiler.take_mesh(ranks)
     try:
-        compiled, planned = compiler.plan(batch, mode)
+        compiled, planned = fitting(compiler.plan(batch, mode))
     except MegacompileError:  # or a plan that was given is for the other
         return Tried(ranks)
     need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total

@@ -6,12 +6,11 @@ device ran out of memory, :meth:`DeviceRoom.less` leaves more of it free.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megacompile.distributed.world import World
-from megacompile.errors import BudgetError
+from megacompile.planner.too_small import TooSmall
 from megacompile.runtime.backends import Backend, Lacking, nothing_spare
 from megacompile.units import format_bytes
 
@@ -54,20 +53,16 @@ class DeviceRoom:
         spare = self.spare_bytes(self.device_bytes)
         return planned.budget_bytes - self.budget_bytes > spare
 
-    @contextlib.contextmanager
-    def naming_reserved(self) -> Iterator[None]:
-        """A least budget that an error inside names is one to give."""
-        try:
-            yield
-        except BudgetError as error:
-            if error.least_bytes is None or not self.reserved_bytes:
-                raise
-            least = self._device_budget(error.least_bytes)
-            raise BudgetError(
-                f"{error} The CUDA context and libraries take {format_bytes(self.reserved_bytes)} beside: "
-                f"hbm_budget has to be at least {least} bytes ({format_bytes(least)}).",
-                least_bytes=least,
-            ) from error
+    def with_reserved(self, small: TooSmall) -> TooSmall:
+        """Return a plan's least bytes as the least budget that a user has to give."""
+        if small.least_bytes is None or not self.reserved_bytes:
+            return small
+        least = self._device_budget(small.least_bytes)
+        why = (
+            f"The CUDA context and libraries take {format_bytes(self.reserved_bytes)} beside: "
+            f"hbm_budget has to be at least {least} bytes ({format_bytes(least)})."
+        )
+        return replace(small.saying(why), least_bytes=least)
 
     @property
     def device_bytes(self) -> int:

@@ -20,7 +20,7 @@ from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
-from megacompile.errors import BudgetError, MegacompileError
+from megacompile.errors import MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
 from megacompile.graph.tile_cuts import Cuts
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
@@ -33,6 +33,7 @@ from megacompile.planner.plan_on_pages import plan_on_pages
 from megacompile.planner.plan_program import PlanTerms, first_that_fits, plan_program
 from megacompile.planner.search import follow
 from megacompile.planner.tiling import TilingCandidate
+from megacompile.planner.too_small import TooSmall, fitting
 from megacompile.printable import printable
 from megacompile.report.dump import write_dump
 from megacompile.report.schedule import Schedule
@@ -282,19 +283,19 @@ class Compiler:
             raise MegacompileError(
                 "The model or the batch is not that of rank 0: make the same model on every rank."
             )
-        planned = follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes)
+        planned = fitting(follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes))
         timeline = replace(planned.timeline, step_seconds=decided["seconds"])  # padding goes by it on all
         return compiled, replace(planned, timeline=timeline)
 
     def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
         """Plan, on rank 0; of the first batch, that decides how far weights are cut."""
-        with self.room.naming_reserved():
-            compiled, planned = self.plan(batch, mode)
+        found = self.plan(batch, mode)
+        compiled, planned = fitting(self.room.with_reserved(found) if isinstance(found, TooSmall) else found)
         if self.decided.cuts is None:
             self.decided = replace(self.decided, cuts=compiled.tiled.cuts)
         return compiled, planned
 
-    def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+    def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
         """A plan that also fits as the device's allocator lays it; nothing is decided by it."""
         lacking_bytes = self.room.lacking_bytes
         if lacking_bytes is None:
@@ -307,13 +308,13 @@ class Compiler:
 
         return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
 
-    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned]:
+    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned] | TooSmall:
         """Plan a kind of batch; of the first one, also how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
         cuts, layout = self.decided.cuts, self.decided.layout
         chunks = self.frontend.chunks(batch, cuts or {}, evaluate=evaluate, layout=layout)
 
-        def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
+        def plan(chunk: int, most: int) -> tuple[Compiled, Planned] | TooSmall:
             if cuts is None:
                 tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk, layout=layout)
                 gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
@@ -321,11 +322,10 @@ class Compiler:
             compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
             return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
 
-        try:
-            return first_that_fits(chunks, budget, plan)
-        except BudgetError as error:
-            ways = [*self.ways_out(batch, evaluate=evaluate), *self._finer(batch, evaluate)]
-            raise BudgetError(" ".join([str(error), *ways]), least_bytes=error.least_bytes) from error
+        found = first_that_fits(chunks, budget, plan)
+        if isinstance(found, TooSmall):
+            found = found.saying(*self.ways_out(batch, evaluate=evaluate), *self._finer(batch, evaluate))
+        return found
 
     def ways_out(self, batch: Batch, *, evaluate: bool) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""

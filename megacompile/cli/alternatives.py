@@ -18,6 +18,7 @@ from megacompile.hardware.catalog import PROFILES
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
+from megacompile.planner.too_small import fitting
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.moment_formats import Form, StateFormat
 from megacompile.state.torch_optimizer import Foreign
@@ -186,7 +187,7 @@ def _for_host(answer: Answer, clip: bool, fits: Sequence[Fit]) -> Iterator[WayOu
 
 def _to_drive(here: Prediction) -> Iterator[WayOut]:
     q = replace(here.question, nvme_budget=ANY_BYTES)
-    compiled, planned = plan_program([TilingCandidate(0, lambda: here.compiled)], here.mode, q.terms)
+    compiled, planned = fitting(plan_program([TilingCandidate(0, lambda: here.compiled)], here.mode, q.terms))
     if any(group.state in ("nvme", "nvme-all") for group in planned.plan.groups):
         host = host_bytes(compiled.assembly, q.optimizer_state, planned.plan, planned.step).of_ranks(q.gpus)
         saves = here.least_host - least_host(compiled, q, here.mode).total

@@ -21,7 +21,6 @@ from megacompile.cli.models import Model, optimizer_of
 from megacompile.cli.plan_answer import Answer, Kind, LeastBudgets, Prediction, Question, least_host
 from megacompile.cli.repeat_layers import Repeated
 from megacompile.cli.workload_flops import complete_flops
-from megacompile.errors import BudgetError
 from megacompile.hardware.catalog import Dtype
 from megacompile.passes import lower_memory
 from megacompile.planner.group_state import with_state
@@ -29,6 +28,7 @@ from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import Known, first_that_fits, plan_program
 from megacompile.planner.tiling import TilingCandidate, tried
+from megacompile.planner.too_small import TooSmall
 from megacompile.state.moment_formats import Form
 from megacompile.state.torch_optimizer import Foreign
 
@@ -114,7 +114,7 @@ class Study:
         mode, budget = question.mode(True), question.hbm_budget
         best: tuple[int, Compiled] | None = None
 
-        def plan(chunk: int, most: int) -> Compiled:
+        def plan(chunk: int, most: int) -> Compiled | TooSmall:
             nonlocal best
             if chunk:
                 self.progress(f"running sequences in chunks of {chunk:,} tokens")
@@ -125,11 +125,10 @@ class Study:
                 if need <= budget:
                     return tiling
             assert best is not None
-            raise BudgetError("no cuts fit", least_bytes=best[0])
+            return TooSmall("no cuts fit", best[0])
 
-        try:
-            compiled = first_that_fits(self._repeat(question.kind).chunks(), budget, plan)
-        except BudgetError:
+        compiled = first_that_fits(self._repeat(question.kind).chunks(), budget, plan)
+        if isinstance(compiled, TooSmall):
             assert best is not None
             compiled = best[1]
         return least_budgets(compiled, question), compiled
@@ -154,14 +153,14 @@ class Study:
         mode = question.mode(clip)
         repeated = self._repeat(question.kind)
 
-        def plan(chunk: int, most: int) -> tuple[Compiled, Planned]:
+        def plan(chunk: int, most: int) -> tuple[Compiled, Planned] | TooSmall:
             tilings, gathers, known = self.tilings(question, chunk), repeated.gathers, self._known
             return plan_program(tilings, mode, question.terms, gathers=gathers, known=known, most=most)
 
-        try:
-            compiled, planned = first_that_fits(repeated.chunks(), question.hbm_budget, plan)
-        except BudgetError:
+        found = first_that_fits(repeated.chunks(), question.hbm_budget, plan)
+        if isinstance(found, TooSmall):
             return {}
+        compiled, planned = found
         flops = question.micro_batches * self.model.step_flops(question.batch, question.seq)
         return {clip: Prediction(question, mode, compiled, planned, flops)}
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megacompile.errors import BudgetError
 from megacompile.passes import lower_memory
 from megacompile.planner.arrangements import policies_of, shapes, uniform
 from megacompile.planner.lowest_bytes import lowest_bytes
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.op_table import Direction, Saved, Token, Update, Value, ValueGrad, WeightGrad
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, memory_curve, peak_bytes
@@ -124,11 +124,11 @@ def _lowered(work: Workload, plan: Plan, mode: Mode, best: Least | None) -> Leas
     return Least(peak_bytes(lower_memory(work, plan, mode)), plan)
 
 
-def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> BudgetError:
-    """The error that names the least budget, and what is alive where the step needs it."""
+def infeasible(work: Workload, mode: Mode, budget_bytes: int) -> TooSmall:
+    """Name the least budget, and what is alive where the step needs it."""
     peak, plan = least(work, mode)
     why = describe_peak(lower_memory(work, plan, mode), work)
-    return BudgetError(
+    return TooSmall(
         f"hbm_budget={format_bytes(budget_bytes)} is too small: the least feasible budget for this "
         f"model and batch is {peak} bytes ({format_bytes(peak)}); {why}. "
         "Raise the budget, or make the batch or the sequences smaller.",

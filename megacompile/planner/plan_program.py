@@ -20,6 +20,7 @@ from megacompile.planner.nvme_placement import Drive, Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import follow, search
 from megacompile.planner.tiling import Tiling, TilingCandidate, choose
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.state.host_budget import state_in_ram, step_bytes
 from megacompile.state.nvme_offload import StatePlacement
@@ -86,12 +87,11 @@ def plan_program(
     gathers: bool = False,
     known: Known | None = None,
     most: int = sys.maxsize,
-) -> tuple[Tiling, Planned]:
-    """The tiling taken and the fastest plan found for it.
+) -> tuple[Tiling, Planned] | TooSmall:
+    """The tiling taken and the fastest plan found for it; the least device budget where nothing fits.
 
-    ``gathers`` says that the second tiling gathers rows of tables. Raises
-    :class:`~megacompile.errors.BudgetError` with the least device budget where nothing fits, of the
-    tilings up to one whose activations alone take more than ``most`` bytes.
+    ``gathers`` says that the second tiling gathers rows of tables. Tilings are tried up to one whose
+    activations alone take more than ``most`` bytes.
     """
     return choose(
         candidates, mode, terms.budget_bytes, lambda r: _find(r.assembly, mode, terms, known),
@@ -100,45 +100,50 @@ def plan_program(
     )  # fmt: skip
 
 
-def first_that_fits(chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T]) -> T:
+def first_that_fits(
+    chunks: Iterable[int], budget_bytes: int, plan: Callable[[int, int], T | TooSmall]
+) -> T | TooSmall:
     """Return what ``plan`` gives for the first number of positions in a chunk that fits.
 
     It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
     fits, once more, the least that any chunk needed so far, for chunks that needed less than all longer ones.
-    Raises what it does for the chunk of the least budget; where a plan that was given goes with none, that.
+    Where none fits, the least budget of all chunks. Raises what a plan that was given does for each of them.
     """
-    least: BudgetError | None = None
+    least: TooSmall | None = None
     other: MegacompileError | None = None
     again: list[int] = []
     for chunk in chunks:
         try:
-            return plan(chunk, budget_bytes)
-        except BudgetError as error:
-            if error is (least := _lesser(least, error)):
-                again.append(chunk)
+            found = plan(chunk, budget_bytes)
         except MegacompileError as error:
             other = other or error
+            continue
+        if not isinstance(found, TooSmall):
+            return found
+        if least is None or found.is_less_than(least):
+            least = found
+            again.append(chunk)
     if other is not None:
         raise other
-    for chunk in again:
-        assert least is not None
-        try:
-            return plan(chunk, least.least_bytes or 0)
-        except BudgetError as error:
-            least = _lesser(least, error)
     assert least is not None
-    raise least
+    for chunk in again:
+        found = plan(chunk, least.least_bytes or 0)
+        if not isinstance(found, TooSmall):
+            return found
+        if found.is_less_than(least):
+            least = found
+    return least
 
 
-def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
-    return other if one is None or (other.least_bytes or 0) < (one.least_bytes or 0) else one
-
-
-def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None) -> Planned:
+def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None) -> Planned | TooSmall:
     """By the planner that was given, if it plans such steps; else by the search, within host bytes."""
     work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
     if terms.planner is not None and terms.follows(mode):
-        return follow(terms.planner(work, mode, machine, budget), work, mode, machine, budget, drive=drive)
+        try:
+            given = terms.planner(work, mode, machine, budget)
+        except BudgetError as error:  # a planner of one's own says so by an error
+            return TooSmall(str(error), error.least_bytes)
+        return follow(given, work, mode, machine, budget, drive=drive)
     room = terms.host_room(assembly) if drive is None else drive.room
     winners = [] if known is None else known.setdefault((mode, work.digest), [])
     planned = search(
@@ -146,5 +151,6 @@ def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None)
         residents=may_reside(work) if terms.residents is None else (),
         resident=not_gathered(work, terms.residents or ()), also=winners[-_SCORED:],
     )  # fmt: skip
-    winners.append(planned.plan)
+    if not isinstance(planned, TooSmall):
+        winners.append(planned.plan)
     return planned

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megacompile.blocks.differentiated_template import CHECKPOINT_POLICIES
-from megacompile.errors import BudgetError, MegacompileError
+from megacompile.errors import MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
 from megacompile.hardware.machine import Machine
 from megacompile.hardware.simulate import simulate
@@ -35,6 +35,7 @@ from megacompile.planner.search_starts import (
     less_on_host,
     mixtures,
 )
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import peak_bytes
 from megacompile.schedule.workload import Workload
@@ -55,8 +56,9 @@ def search(
     residents: Collection[int] = (),
     resident: Collection[int] = (),
     also: Sequence[Plan] = (),
-) -> Planned:
-    """The fastest plan found whose step never holds more than ``budget_bytes`` on the device.
+) -> Planned | TooSmall:
+    """The fastest plan found whose step never holds more than ``budget_bytes`` on the device;
+    the least feasible budget where nothing fits.
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
     offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A
@@ -67,17 +69,17 @@ def search(
     ``also`` are plans to score as well, such as those of smaller budgets: what is found is never slower than
     one of them that fits. On an interrupt the best plan so far is returned, if any. What was found is kept
     for later searches for the same.
-
-    Raises :class:`BudgetError` with the least feasible budget where nothing fits.
     """
     states = tuple(group.state_bytes for group in work.groups)  # the digest leaves them out
     places = sorted(residents), sorted(resident), drive and drive.digest
     kept = place_of(work.digest, states, mode, machine, budget_bytes, host_budget, places, also)
     with suppress(MegacompileError):
         if (known := read(kept)) is not None:
-            return follow(known, work, mode, machine, budget_bytes)
+            again = follow(known, work, mode, machine, budget_bytes)
+            if not isinstance(again, TooSmall):
+                return again
     if lowest_bytes(work, mode) > budget_bytes:
-        raise infeasible(work, mode, budget_bytes)
+        return infeasible(work, mode, budget_bytes)
     trains = mode.kind == "train" and drive is None
     weighed = [g for g in residents if g in work.contributions] if trains else []
     terms: list[tuple[int | None, bool, Drive | None, Collection[int]]] = []
@@ -101,7 +103,7 @@ def search(
             if whole:
                 write(kept, plan)
             return replace(found.best, plan=plan, evaluations=found.evaluations)
-    raise infeasible(work, mode, budget_bytes)
+    return infeasible(work, mode, budget_bytes)
 
 
 def _host_limits(host_budget: int | None, drive: Drive | None) -> Iterator[tuple[int | None, bool]]:
@@ -121,19 +123,18 @@ def follow(
     budget_bytes: int,
     *,
     drive: Drive | None = None,
-) -> Planned:
-    """The step of a given plan, if the plan was made for this workload and fits.
+) -> Planned | TooSmall:
+    """The step of a given plan, unless it holds more than ``budget_bytes`` on the device.
 
     Its state stays where the plan says, unless a ``drive`` has decided that or the host budget demands it.
 
-    Raises :class:`MegacompileError` for a plan of another model or batch, :class:`BudgetError` for one
-    that holds more than ``budget_bytes``.
+    Raises :class:`MegacompileError` for a plan of another model or batch.
     """
     check_fits(plan, work)
     step = lower_memory(work, plan, mode)
     peak = peak_bytes(step)
     if peak > budget_bytes:
-        raise BudgetError(
+        return TooSmall(
             f"The given plan holds {format_bytes(peak)} on the device and hbm_budget is "
             f"{format_bytes(budget_bytes)}: {describe_peak(step, work)}. Give a plan that keeps less.",
             least_bytes=peak,

@@ -17,6 +17,7 @@ from megacompile.graph.tile_cuts import LEAST_PIECE, Cuts, Family, choose_cuts
 from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_evaluator import Planned
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.plan import Mode
 
 _WORSE = 2  # tilings in a row that need no less than one before: finer ones are not tried
@@ -96,13 +97,13 @@ def choose(
     candidates: Iterable[TilingCandidate[Tiling]],
     mode: Mode,
     budget_bytes: int,
-    plan: Callable[[Tiling], Planned],
+    plan: Callable[[Tiling], Planned | TooSmall],
     *,
     gathers: bool = False,
     resides: bool = False,
     most: int = sys.maxsize,
     fits_host: Callable[[Tiling, Planned], bool] = lambda tiling, planned: True,
-) -> tuple[Tiling, Planned]:
+) -> tuple[Tiling, Planned] | TooSmall:
     """The faster of the first tiling that fits and the one after it, of those for which the host has room
     where it has for any; candidates come coarsest first.
 
@@ -112,8 +113,8 @@ def choose(
     whose state then stays with the host. It moves fewer bytes, so it is the first, unless all state has room
     on the device, where tables are best. Where other blocks read a table too, as a tied head does, either may
     be faster, and both are planned.
-    Raises what ``plan`` does for the tiling of the least budget where none fits, of the
-    tilings up to one whose activations alone take more than ``most`` bytes.
+    Where none fits, what ``plan`` gives for the tiling of the least budget, of the tilings up to one whose
+    activations alone take more than ``most`` bytes.
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None
@@ -130,6 +131,8 @@ def choose(
         if best is not None and not rows and (coarser - need) * _ROOM < budget_bytes:
             return best
         planned = plan(tiling)
+        if isinstance(planned, TooSmall):
+            return planned
         last = best is not None and not rows  # finer cuts, of which one is planned
         roomy = fits_host(tiling, planned)
         gain = _GAIN if last else 1
@@ -140,8 +143,11 @@ def choose(
         coarser = need
         if 2 * need <= budget_bytes and not (resides and _travels(tiling, planned)):
             return best
+    if best is not None:
+        return best
     assert tightest is not None
-    return best or (tightest[1], plan(tightest[1]))
+    planned = plan(tightest[1])
+    return planned if isinstance(planned, TooSmall) else (tightest[1], planned)
 
 
 def _travels(tiling: _Cut, planned: Planned) -> bool:

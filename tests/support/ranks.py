@@ -32,6 +32,7 @@ from megacompile.hardware.machine import Machine
 from megacompile.planner.arrangements import with_state_at
 from megacompile.planner.group_state import trained_groups
 from megacompile.planner.search import search
+from megacompile.planner.too_small import fitting
 from megacompile.runtime.block_calls import Blocks
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.workload import Workload
@@ -98,7 +99,7 @@ def saved(folder: Path) -> dict[str, Tensor]:
 
 def on_host(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:
     """A planner that keeps no state on devices."""
-    return search(work, mode, machine, budget_bytes).plan
+    return fitting(search(work, mode, machine, budget_bytes)).plan
 
 
 def on_devices(work: Workload, mode: Mode, machine: Machine, budget_bytes: int) -> Plan:

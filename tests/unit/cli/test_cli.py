@@ -32,6 +32,7 @@ from megacompile.passes import lower
 from megacompile.planner.lower_bound import Bound, lower_bound
 from megacompile.planner.min_feasible_budget import highest_point
 from megacompile.planner.search import search
+from megacompile.planner.too_small import fitting
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
@@ -151,12 +152,7 @@ def test_the_least_budget_is_feasible_and_one_byte_less_is_not(study: Study) -> 
     assert study.answer(_question(least)).fits_device()
     assert not study.answer(_question(least - 1)).fits_device()
     with pytest.raises(ValueError, match=str(least)):
-        search(
-            answer.work,
-            Mode("train", 1, True),
-            _question(1).terms.machine,
-            least - 1,
-        )
+        fitting(search(answer.work, Mode("train", 1, True), _question(1).terms.machine, least - 1))
 
 
 def test_the_least_host_budget_is_no_more_than_the_plan_takes(study: Study) -> None:

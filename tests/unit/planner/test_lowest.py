@@ -11,6 +11,7 @@ from megacompile.passes import lower_memory
 from megacompile.planner import min_feasible_budget, plan_evaluator
 from megacompile.planner.lowest_bytes import lowest_bytes
 from megacompile.planner.search import search
+from megacompile.planner.too_small import fitting
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.workload import Workload
@@ -53,4 +54,4 @@ def test_nothing_is_searched_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plan_evaluator, "lower_memory", lowered)
     with pytest.raises(BudgetError, match=f"is {min_feasible_budget.least(work, TRAIN).nbytes} bytes"):
-        search(work, TRAIN, machine, lowest_bytes(work, TRAIN) - 1)
+        fitting(search(work, TRAIN, machine, lowest_bytes(work, TRAIN) - 1))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megacompile.errors import BudgetError
 from megacompile.planner.plan_on_pages import plan_on_pages
+from megacompile.planner.too_small import TooSmall
 
 LEAST = 100
 
 
-def plan(budget: int) -> int:
+def plan(budget: int) -> int | TooSmall:
     """One that takes all it may."""
-    if budget < LEAST:
-        raise BudgetError("too small", least_bytes=LEAST)
-    return budget
+    return TooSmall("too small", LEAST) if budget < LEAST else budget
 
 
 def pages(found: int, budget: int) -> int:
@@ -29,7 +27,7 @@ def test_what_is_missing_is_left_free() -> None:
 def test_the_least_plan_is_the_last_that_is_tried() -> None:
     tried = []
 
-    def noted(budget: int) -> int:
+    def noted(budget: int) -> int | TooSmall:
         tried.append(budget)
         return plan(budget)
 
@@ -39,7 +37,6 @@ def test_the_least_plan_is_the_last_that_is_tried() -> None:
 
 @pytest.mark.parametrize("budget", [50, 110])
 def test_the_least_budget_that_is_named_has_room_for_its_pages(budget: int) -> None:
-    with pytest.raises(BudgetError) as error:
-        plan_on_pages(plan, pages, budget)
-    assert error.value.least_bytes == LEAST + 30
+    found = plan_on_pages(plan, pages, budget)
+    assert isinstance(found, TooSmall) and found.least_bytes == LEAST + 30
     assert plan_on_pages(plan, pages, LEAST + 30) == LEAST

@@ -21,6 +21,7 @@ from megacompile.planner import search as search_module
 from megacompile.planner.arrangements import _rounded
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.search import search
+from megacompile.planner.too_small import fitting
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
 from megacompile.schedule.verify import verify
@@ -45,7 +46,7 @@ def _searched_anew() -> Iterator[None]:
 def least_budget(work: Workload, mode: Mode, machine: Machine) -> int:
     """The budget that the planner's refusal of one byte names."""
     with pytest.raises(BudgetError) as caught:
-        search(work, mode, machine, 1)
+        fitting(search(work, mode, machine, 1))
     found = re.search(r"least feasible budget .*? is (\d+) bytes", str(caught.value))
     assert found, str(caught.value)
     return int(found[1])
@@ -129,7 +130,7 @@ def test_of_equal_blocks_the_least_budget_is_least(mode: Mode) -> None:
     work = chain(4)
     least = least_budget(work, mode, MACHINE)
     with pytest.raises(BudgetError, match=f"is {least} bytes"):
-        search(work, mode, MACHINE, least - 1)
+        fitting(search(work, mode, MACHINE, least - 1))
     assert search(work, mode, MACHINE, least).peak_bytes == least
 
 
@@ -166,7 +167,7 @@ def test_counts_are_rounded_to_what_there_is() -> None:
 
 def test_an_infeasible_budget_tells_what_needs_it() -> None:
     with pytest.raises(BudgetError) as caught:
-        search(chain(4), TRAIN, MACHINE, 1500)
+        fitting(search(chain(4), TRAIN, MACHINE, 1500))
     message = str(caught.value)
     assert re.search(r"of layers\.\d, it holds", message), message
     assert "weight slots" in message and "make the batch" in message

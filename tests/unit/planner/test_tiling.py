@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megacompile.errors import BudgetError
 from megacompile.planner import tiling
 from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.plan_program import first_that_fits
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.plan import Mode
 from tests.support.problems import chain
 
@@ -90,13 +90,11 @@ def test_what_holds_too_much_is_not_built(held: int, count: int) -> None:
 def test_where_no_chunk_fits_the_least_of_all_is_named() -> None:
     asked = []
 
-    def plan(chunk: int, most: int) -> str:
+    def plan(chunk: int, most: int) -> TooSmall:
         """Finer cuts help the chunks whose activations leave room for that, and are tried there alone."""
         asked.append((chunk, most))
         first, activations, finest = {0: (9, 7, 7), 32: (6, 4, 3), 16: (6, 4, 3), 8: (5, 2, 4)}[chunk]
-        raise BudgetError("too small", least_bytes=first if activations > most else finest)
+        return TooSmall(f"in {chunk}", first if activations > most else finest)
 
-    with pytest.raises(BudgetError) as raised:
-        first_that_fits((0, 32, 16, 8), 1, plan)
-    assert raised.value.least_bytes == 3
+    assert first_that_fits((0, 32, 16, 8), 1, plan) == TooSmall("in 32", 3)
     assert asked == [(0, 1), (32, 1), (16, 1), (8, 1), (0, 5), (32, 5), (8, 3)]
