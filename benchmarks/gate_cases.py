@@ -1,8 +1,7 @@
 """List what the ahead-of-time gate compiles of each operator: calls of its launchers on meta tensors.
 
 The gate records the launches that these calls make, so it compiles what will run and cannot drift from it.
-Cases are named by what the speed of the kernels depends on, in the words of ``OpSpec.variant``, because
-``plan`` looks up the nearest one.
+Cases are named by what the speed of the kernels depends on: sizes, an activation, what attention masks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Judge the rows of the ahead-of-time gate: what is wrong with them, what changed, what fell.
 
-The tables themselves, ``resources.csv`` and ``ceilings.csv``, lie beside the kernels, because ``plan`` reads
-ceilings. Their first line says which sources and which triton they were made of.
+The tables themselves, ``resources.csv`` and ``ceilings.csv``, lie in ``megacompile/bench``, because
+``megacompile bench kernels`` prints them. Their first line says which sources and which triton they were made
+of.
 """
 
 import csv
@@ -9,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from megacompile.bench.ceilings import CEILINGS, TABLE, Ceiling, Resources, Row
 from megacompile.kernels._triton import triton
-from megacompile.kernels.chips import Ceiling
-from megacompile.kernels.gate_tables import CEILINGS, TABLE, Resources, Row
 
 TABLE_TRITON = "3.9."
 # Dynamic shared memory that one block may ask for, in bytes (CUDA C programming guide, table of

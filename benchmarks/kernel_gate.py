@@ -33,9 +33,8 @@ from benchmarks.gate_rules import SHARED_LIMIT, changes, comparable, faults, slo
 from benchmarks.kernel_ceilings import arrives_together, ceiling, chain, meets_alone, needed_flops, resident
 from benchmarks.machine_code import Flow, Instruction, Product, disassemble, in_flight, parse, tool
 from megacompile import kernels
+from megacompile.bench.ceilings import CEILINGS, CHIPS, TABLE, Ceiling, Resources, read_ceilings, read_table
 from megacompile.kernels._triton import Launch, recording, tl, triton
-from megacompile.kernels.chips import CHIPS, Ceiling
-from megacompile.kernels.gate_tables import CEILINGS, TABLE, Resources, read_ceilings, read_table
 
 POINTER = {
     torch.float32: "*fp32",

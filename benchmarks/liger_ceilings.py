@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_gate import compile_launch
+from megacompile.bench.ceilings import CHIPS, Ceiling, Resources, read_ceilings, read_table
 from megacompile.kernels._triton import Launch, triton
-from megacompile.kernels.chips import CHIPS, Ceiling
-from megacompile.kernels.gate_tables import Resources, read_ceilings, read_table
 
 ROWS, WIDTH, INNER, CLASSES = 8192, 4096, 14336, 128256
 Row = tuple[Resources, Ceiling]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import MAX_ROW, runs_triton, wide
 from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.rms_norm import (
     empty_output,
     rms_norm_backward_reference,
@@ -110,10 +110,9 @@ def _add_rms_norm_eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Te
 declare(
     OpSpec(
         "add_rms_norm",
-        OpPass(kernels=(Kernel("rms_norm_forward_kernel"),)),
-        OpPass(launches=3, sums=True, kernels=(Kernel("rms_norm_backward_kernel"),)),
+        OpPass(),
+        OpPass(launches=3, sums=True),
         along="rows",
-        variant=row_width,
         benchmarks=(
             Operation(
                 "add_rms_norm",

@@ -472,8 +472,8 @@ class Tile:
 
 Tiles = Mapping[str, tuple[Tile | None, ...]]
 
-# Per kernel, for heads up to 64, 128, 192 and 256 wide. None spills in its hot loop:
-# see ceilings.csv. "kv" makes dk and dv at once, "k" and "v" one each: on 9.0 two warpgroups share no row of
+# Per kernel, for heads up to 64, 128, 192 and 256 wide. None spills in its hot loop: see ceilings.csv of
+# megacompile/bench. "kv" makes dk and dv at once, "k" and "v" one each: on 9.0 two warpgroups share no row of
 # the scores from 128 keys on, and dk and dv of so many keys do not fit its registers. HOPPER and BLACKWELL
 # (10.0) have more than 160 KiB of shared memory per block and products that read it directly. GEFORCE (12.0)
 # gives the same work to twice the warps where four spill.

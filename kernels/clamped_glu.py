@@ -31,7 +31,7 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.glu import BLOCK
 from megacompile.kernels.operator_benchmark import Operation, elementwise, normal, rows_of
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
+from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
 # Whether this torch's clamp has a gradient where a value is the limit itself. Not asked of autograd: that
@@ -253,14 +253,10 @@ def _clamped_glu_eager(both: Tensor) -> Tensor:
 declare(
     OpSpec(
         "clamped_glu",
-        OpPass(kernels=(Kernel("clamped_glu_forward_kernel"),)),
-        OpPass(
-            twin=Twin("clamped_glu_backward_", (1,)),
-            kernels=(Kernel("clamped_glu_backward_kernel"),),
-        ),
+        OpPass(),
+        OpPass(twin=Twin("clamped_glu_backward_", (1,))),
         along="elements",
         gates=True,
-        variant=lambda given: "interleaved" if given["interleaved"] else "halves",
         benchmarks=(
             Operation(
                 "clamped_glu",

@@ -23,7 +23,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.random_numbers import BLOCK, hash_chunks, random_bits
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import OpSpec, declare
 
 
 def threshold(p: float) -> int:
@@ -135,4 +135,4 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
 dropout_op.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 
-declare(OpSpec("dropout", OpPass(kernels=(Kernel("dropout_kernel"),)), draws=(1, 2)))
+declare(OpSpec("dropout", draws=(1, 2)))

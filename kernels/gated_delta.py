@@ -82,7 +82,7 @@ from megacompile.kernels._triton import (
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
 from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
 CHUNK = 64  # tokens whose updates of the state are solved for together
@@ -1061,20 +1061,6 @@ def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Argument
     return count
 
 
-def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
-    return tuple(Kernel(f"gated_delta_{name}_kernel", each) for name, each in products.items())
-
-
-def _chunk_flops(width: int, inner: int) -> int:
-    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
-    return gated_delta_rule_flops(q, q, v)
-
-
-def _chunk_backward_flops(width: int, inner: int) -> int:
-    q, v = (1, CHUNK, 1, width), (1, CHUNK, 1, inner)
-    return gated_delta_rule_backward_flops(v, q, q, v)
-
-
 def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     batch, groups, heads, tokens, width, inner = shape
     q, v = (batch, tokens, groups, width), (batch, tokens, heads, inner)
@@ -1102,23 +1088,13 @@ declare(
         OpPass(
             gated_delta_rule_flops,
             _launches(False, 45, 11),
-            kernels=_kernels(chunk=(2, 0, 0), forward=(0, 2, 3)),
-            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops),
+            teraflops=72,
         ),
         OpPass(
             gated_delta_rule_backward_flops,
             _launches(True, 125, 17),
-            kernels=_kernels(
-                chunk=(2, 0, 0),
-                states=(0, 1, 2),
-                backward_state=(0, 2, 3),
-                backward_pairs=(2, 2, 0),
-                backward_q=(1, 0, 1),
-                backward_k=(2, 0, 2),
-            ),
-            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops),
+            teraflops=64,
         ),
-        variant=lambda given: f"{given['q'].shape[-1]}/{given['v'].shape[-1]}",
         runs_kernels=_runs_kernels,
         benchmarks=(
             Operation(

@@ -27,7 +27,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.operator_benchmark import Operation, elementwise, normal, rows_of
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, Twin, declare
+from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
 BLOCK = 1024
@@ -237,11 +237,10 @@ def _glu_eager(gate: Tensor, up: Tensor) -> Tensor:
 declare(
     OpSpec(
         "glu",
-        OpPass(kernels=(Kernel("glu_forward_kernel"),)),
-        OpPass(twin=Twin("glu_backward_", (1, 2)), kernels=(Kernel("glu_backward_kernel"),)),
+        OpPass(),
+        OpPass(twin=Twin("glu_backward_", (1, 2))),
         along="elements",
         gates=True,
-        variant=lambda given: str(given["activation"]),
         benchmarks=(
             Operation(
                 "glu",

@@ -35,7 +35,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
 # Rows of a backward beyond which torch takes over: registers would spill.
@@ -276,10 +276,9 @@ def _layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 declare(
     OpSpec(
         "layer_norm",
-        OpPass(kernels=(Kernel("layer_norm_forward_kernel"),)),
-        OpPass(launches=5, sums=True, kernels=(Kernel("layer_norm_backward_kernel"),)),
+        OpPass(),
+        OpPass(launches=5, sums=True),
         along="rows",
-        variant=row_width,
         benchmarks=(
             Operation(
                 "layer_norm",

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from megacompile.kernels._triton import ceil_div, on_gpu, wide
 from megacompile.kernels.cross_entropy_tiles import LossTerms, accumulate, finish, gradient_, new_state
 from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import chunks
 
 WORKSPACE = 256 << 20
@@ -204,11 +204,6 @@ def _logits_bytes(passes: int) -> Callable[[Arguments], int]:
     return lambda given: passes * len(given["hidden"]) * len(given["weight"]) * given["hidden"].element_size()
 
 
-def _vocabulary(given: Arguments) -> str:
-    more = given["label_smoothing"] > 0.0 or given["softcap"] > 0.0
-    return f"{len(given['weight'])} all terms" if more else f"{len(given['weight'])}"
-
-
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """A head and its mean loss over tokens, from logits in at least float32, as transformers' losses."""
     logits = F.linear(hidden, weight)
@@ -226,13 +221,11 @@ def _inputs(s: Shape, g: torch.Generator) -> list[Tensor]:
     return [normal(g, s[0], s[1]), normal(g, s[2], s[1], scale=s[1] ** -0.5), labels]
 
 
-_FORWARD, _BACKWARD = (Kernel(f"{name}_kernel") for name in ("accumulate", "gradient"))
 declare(
     OpSpec(
         "linear_cross_entropy",
-        OpPass(head_flops, _launches(16, 2), _logits_bytes(1), kernels=(_FORWARD,)),
-        OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2), kernels=(_BACKWARD,)),
-        variant=_vocabulary,
+        OpPass(head_flops, _launches(16, 2), _logits_bytes(1)),
+        OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2)),
         benchmarks=(
             Operation(
                 "linear_cross_entropy",

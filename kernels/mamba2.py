@@ -84,7 +84,7 @@ from megacompile.kernels._triton import (
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
 from megacompile.kernels.gated_delta import load_tile
 from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, RecurrenceChunk, declare
+from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
 CHUNK = 64  # tokens that see each other by scores, and earlier ones through the state
@@ -1077,25 +1077,6 @@ def _moved(scores: int, heads: int, states: int, groups: int) -> Callable[[Argum
     return count
 
 
-# Priced for so many heads of a group, where Dk is N and Dv is P. A token sees 2.5 chunks of its span; two
-# chunks cost the kernel of pairs 0.37 of what one with itself does, whose row counts.
-_HEADS = 16
-
-
-def _kernels(**products: tuple[float, ...]) -> tuple[Kernel, ...]:
-    return tuple(Kernel(f"mamba2_{name}_kernel", each) for name, each in products.items())
-
-
-def _chunk_flops(width: int, inner: int) -> int:
-    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
-    return mamba2_chunk_scan_flops(x, x[:3], (_HEADS,), B)
-
-
-def _chunk_backward_flops(width: int, inner: int) -> int:
-    x, B = (1, CHUNK, _HEADS, inner), (1, CHUNK, 1, width)
-    return mamba2_chunk_scan_backward_flops(x, x, x[:3], (_HEADS,), B)
-
-
 def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     """Return the bytes that are read in x's type, and those of results and gradients in float32."""
     batch, groups, heads, tokens, width, inner = shape
@@ -1125,23 +1106,14 @@ declare(
             mamba2_chunk_scan_flops,
             _launches(False, 4, 41, 2),
             _moved(13, 25, 6, 10),
-            kernels=_kernels(states=(0, 0, _HEADS), scores=(2.5, 0, 0), scan=(0, 2.5 * _HEADS, _HEADS)),
-            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_flops, _HEADS, moved_bytes=8),
+            teraflops=47,
         ),
         OpPass(
             mamba2_chunk_scan_backward_flops,
             _launches(True, 11, 94, 4),
             _moved(24, 48, 15, 25),
-            kernels=_kernels(
-                states=(0, 0, _HEADS),
-                scores=(2.5, 0, 0),
-                backward_x=(0, 2.5 * _HEADS, _HEADS),
-                backward_pairs=(0, 25, 0),
-                backward_groups=(5, 0, 2 * _HEADS),
-            ),
-            chunk=RecurrenceChunk(CHUNK, SPAN, _chunk_backward_flops, _HEADS, moved_bytes=12),
+            teraflops=53,
         ),
-        variant=lambda given: f"{given['B'].shape[-1]}/{given['x'].shape[-1]}",
         runs_kernels=_runs_kernels,
         benchmarks=(
             Operation(

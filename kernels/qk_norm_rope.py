@@ -40,9 +40,9 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.operator_benchmark import Operation, Shape, elementwise, heads_of, normal
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.rms_norm import rms_norm_eager
-from megacompile.kernels.rope import load_halves, rope_eager, rotate, rotated, turned, turned_heads
+from megacompile.kernels.rope import load_halves, rope_eager, rotate, rotated, turned
 from megacompile.kernels.row_chunks import by_rows
 
 MAX_WIDTH = 1024  # of a head; torch takes over beyond
@@ -359,10 +359,9 @@ def _normed_and_turned(shape: Shape, g: torch.Generator) -> list[Tensor]:
 declare(
     OpSpec(
         "qk_norm_rope",
-        OpPass(kernels=(Kernel("qk_norm_rope_forward_kernel"),)),
-        OpPass(launches=3, sums=True, kernels=(Kernel("qk_norm_rope_backward_kernel"),)),
+        OpPass(),
+        OpPass(launches=3, sums=True),
         along="elements",
-        variant=turned_heads,
         benchmarks=(
             Operation(
                 "qk_norm_rope",

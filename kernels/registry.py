@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megacompile.kernels.operator_benchmark import Operation
@@ -36,41 +35,14 @@ class Twin:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel of ours, as rows of ``ceilings.csv`` name it beside its operator.
-
-    ``products``: of attention, parts of those that the operator's formula counts, one for each row of a case;
-    of a recurrence, how many the kernel forms for a token: of its chunk's tokens with Dk, with Dv, and of Dk
-    with Dv.
-    """
-
-    name: str
-    products: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class RecurrenceChunk:
-    """The chunk that a recurrence is timed on: ``tokens`` of ``heads`` value heads that share keys.
-
-    ``span`` are the tokens between two states that are kept, ``flops`` the formula's, by the widths of keys
-    and values, and ``moved_bytes`` what is moved beside products, of each number of such a state.
-    """
-
-    tokens: int
-    span: int
-    flops: Callable[[int, int], int]
-    heads: int = 1
-    moved_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class OpPass:
     """One torch operator of a declaration, its forward or its backward.
 
     ``flops`` counts its products, by shapes, and is registered with torch. ``launches`` are its kernels on a
     GPU. ``moved`` are the bytes that it reads and writes, where that is not each operand once, or nothing
-    where it has ``flops``. ``sums``: a result without positions is a sum over them. ``kernels`` are those
-    whose ceilings bound its speed, one after the other; ``chunk``, of a recurrence, what they are timed on.
+    where it has ``flops``. ``sums``: a result without positions is a sum over them. ``teraflops`` are what a
+    call of its kernels reached on an H100 SXM, where their speed is that of products; the others move bytes
+    as fast as the memory gives them (``benchmarks/results/h100-sxm-2``: 74 to 124 % of a copy).
     """
 
     flops: Callable[..., int] | None = None
@@ -78,8 +50,7 @@ class OpPass:
     moved: Callable[[Arguments], int] | None = None
     sums: bool = False
     twin: Twin | None = None
-    kernels: tuple[Kernel, ...] = ()
-    chunk: RecurrenceChunk | None = None
+    teraflops: float | Callable[[Arguments], float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,19 +58,17 @@ class OpSpec:
     """The operator ``megacompile::name``, and ``megacompile::name_backward`` where it has a ``backward``.
 
     ``along`` says how it treats the positions of a sequence: each element alone, each row of the last
-    dimension alone, or together, which is always right. ``variant`` says in the words of the ahead-of-time
-    gate's cases what its speed depends on. ``runs_kernels``, of operators whose speed is that of products:
-    whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site, where it
-    draws random numbers. ``kept``: its results are worth keeping, though no formula says what they cost.
-    ``gates``: it is a gated activation of what products gave it. ``varies``: what a call allocates inside may
-    depend on values. ``benchmarks`` hold its eager form.
+    dimension alone, or together, which is always right. ``runs_kernels``, of operators whose speed is that of
+    products: whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site,
+    where it draws random numbers. ``kept``: its results are worth keeping, though no formula says what they
+    cost. ``gates``: it is a gated activation of what products gave it. ``varies``: what a call allocates
+    inside may depend on values. ``benchmarks`` hold its eager form.
     """
 
     name: str
     forward: OpPass = OpPass()
     backward: OpPass | None = None
     along: Literal["elements", "rows", "mixing"] = "mixing"
-    variant: Callable[[Arguments], str] = lambda _: ""
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
     kept: bool = False
@@ -137,9 +106,3 @@ def called(target: Any) -> Called | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "megacompile":
         return None
     return CALLED.get(target._schema.name.partition("::")[2])
-
-
-def row_width(given: Arguments) -> str:
-    """Name the width of rows, which the speed of an operator by rows depends on."""
-    first = next(value for value in given.values() if isinstance(value, Tensor))
-    return str(first.shape[-1])

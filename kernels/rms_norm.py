@@ -39,7 +39,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare, row_width
+from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
 # Rows of a backward beyond which torch takes over: registers would spill.
@@ -297,10 +297,9 @@ def rms_norm_eager(x: Tensor, weight: Tensor) -> Tensor:
 declare(
     OpSpec(
         "rms_norm",
-        OpPass(kernels=(Kernel("rms_norm_forward_kernel"),)),
-        OpPass(launches=3, sums=True, kernels=(Kernel("rms_norm_backward_kernel"),)),
+        OpPass(),
+        OpPass(launches=3, sums=True),
         along="rows",
-        variant=row_width,
         benchmarks=(
             Operation(
                 "rms_norm",

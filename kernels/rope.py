@@ -32,7 +32,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.operator_benchmark import Operation, Shape, elementwise, heads_of, normal
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, Twin, declare
+from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows
 
 
@@ -243,15 +243,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return y
 
 
-def turned_heads(given: Arguments) -> str:
-    """Name heads, their width, and how they are turned: ``32x128 partial``."""
-    shape = given["x" if "x" in given else "grad"].shape
-    words = [f"{shape[1] if len(shape) > 3 else 1}x{shape[-1]}"]
-    words += ["partial"] if given["cos"].shape[-1] < shape[-1] else []
-    words += ["interleaved"] if given.get("interleaved") else []
-    return " ".join(words)
-
-
 def rope_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As Llama's, on [batch, heads, tokens, width]."""
     a, b = x.chunk(2, -1)
@@ -271,14 +262,12 @@ def _rope_liger(liger: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(liger.liger_rope(q, k, cos[:, 0], sin[:, 0]), 1)
 
 
-_ROPE_KERNELS = (Kernel("rope_kernel"),)
 declare(
     OpSpec(
         "rope",
-        OpPass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False)), kernels=_ROPE_KERNELS),
-        OpPass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True)), kernels=_ROPE_KERNELS),
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False))),
+        OpPass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True))),
         along="elements",
-        variant=turned_heads,
         benchmarks=(
             Operation(
                 "rope",

@@ -24,7 +24,7 @@ from megacompile.kernels.attention_sinks import gradient_of_sinks, with_sinks
 from megacompile.kernels.operator_benchmark import Cost, Costs, Function, Operation, Shape, normal
 from megacompile.kernels.plain_attention import Drops, plain_backward, plain_forward, summed_to
 from megacompile.kernels.query_chunks import Chunk, chunks_of
-from megacompile.kernels.registry import Arguments, Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.torch_sdpa import (
     backward,
     efficient_backward,
@@ -322,21 +322,6 @@ def _runs_kernels(given: Arguments) -> bool:
     return choose(given["q"], given["k"], given["v"], has) == "triton"
 
 
-def _variant(given: Arguments) -> str:
-    """``128 window softcap``, ``192/128``, ``64 two-sided``."""
-    keys, values, window = given["k"].shape, given["v"].shape[-1], given["window"]
-    windowed = 0 < window < keys[2]
-    has = {
-        "window": windowed and given["causal"],
-        "two-sided": windowed and not given["causal"],
-        "softcap": given["softcap"] > 0.0,
-        "sinks": given["sinks"] is not None,
-        "packed": given["bounds"] is not None,
-    }
-    width = str(values) if values == keys[-1] else f"{keys[-1]}/{values}"
-    return " ".join([width, *(name for name, there in has.items() if there)])
-
-
 def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain causal attention with grouped heads."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -397,17 +382,12 @@ _SIZES = "batch", "heads", "groups", "tokens", "width"
 declare(
     OpSpec(
         "attention",
-        OpPass(attention_flops, kernels=(Kernel("attention_forward_kernel", (1.0,)),)),
+        OpPass(attention_flops, teraflops=lambda given: 227 if given["softcap"] else 455),
         OpPass(
             attention_backward_flops,
             lambda given: 3 if _runs_kernels(given) else 9,
-            kernels=(
-                Kernel("attention_backward_q_kernel", (0.6,)),  # scores, their gradient, dq
-                Kernel("attention_backward_kv_kernel", (0.8,)),  # scores, gradient, dk, dv
-                Kernel("attention_backward_kv_kernel", (0.6, 0.2)),  # dk and dv apart
-            ),
+            teraflops=lambda given: 176 if given["softcap"] else 260,
         ),
-        variant=_variant,
         runs_kernels=_runs_kernels,
         draws=(5, 11),
         benchmarks=(

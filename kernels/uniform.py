@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
 from megacompile.kernels.random_numbers import BLOCK, hash_chunks, random_bits
-from megacompile.kernels.registry import Kernel, OpPass, OpSpec, declare
+from megacompile.kernels.registry import OpSpec, declare
 
 BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 32}
 
@@ -73,4 +73,4 @@ def _(rng: Tensor, shape: Sequence[int], dtype: torch.dtype, site: int) -> Tenso
     return torch.empty(shape, dtype=dtype, device=rng.device)
 
 
-declare(OpSpec("uniform", OpPass(kernels=(Kernel("uniform_kernel"),)), draws=(0, 3)))
+declare(OpSpec("uniform", draws=(0, 3)))

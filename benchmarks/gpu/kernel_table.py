@@ -66,7 +66,8 @@ def dearest_first(roof: timing.Roofline) -> list[str]:
     def place(name: str) -> tuple[bool, float]:
         costs = OPERATIONS[name].costs(OPERATIONS[name].shapes[0], torch.bfloat16.itemsize)
         least = sum(roof.best_seconds(cost.nbytes, cost.flops, torch.bfloat16) for cost in costs)
-        return name in SPECS and SPECS[name].forward.chunk is not None, -least
+        recurrent = name in SPECS and SPECS[name].runs_kernels is not None and name != "attention"
+        return recurrent, -least
 
     return sorted(OPERATIONS, key=place)
 

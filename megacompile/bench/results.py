@@ -11,10 +11,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from megacompile.bench.ceilings import CHIPS, read_ceilings, read_table
 from megacompile.bench.kernel_bench import MODES, Row
 from megacompile.json_codec import from_plain, parse_json, to_plain
-from megacompile.kernels.chips import CHIPS
-from megacompile.kernels.gate_tables import read_ceilings, read_table
 from megacompile.own_files import replace_text, replacing_file
 from megacompile.text_files import read_text
 

@@ -22,17 +22,16 @@ class KernelCall:
     """One operator on tensors of these shapes; ``dtype`` is that of the largest one, ``constants`` are
     its other arguments, as text.
 
-    ``variant`` says in the words of the ahead-of-time gate's cases what its speed depends on: sizes, an
-    activation, what attention masks. ``work`` counts the bytes that its kernels move, of attention and of
-    recurrences the floating-point operations of products; 0 where no kernel of ours runs them.
+    ``work`` counts the bytes that its kernels move, of attention and of recurrences the floating-point
+    operations of products; 0 where no kernel of ours runs them. ``teraflops`` is what those reach on an H100.
     """
 
     op: str
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     constants: tuple[str, ...]
-    variant: str = ""
     work: int = 0
+    teraflops: float = 0.0
 
 
 Calls = tuple[tuple[KernelCall, int], ...]
@@ -68,14 +67,17 @@ def _kernel_call(node: fx.Node) -> KernelCall:
         str(dtype).removeprefix("torch."),
         tuple(tuple(t.shape) for t in tensors),
         tuple(constants),
-        *_variant_and_work(node),
+        *_work(node),
     )
 
 
-def _variant_and_work(node: fx.Node) -> tuple[str, int]:
+def _work(node: fx.Node) -> tuple[int, float]:
     call = called(node.target)
     assert call is not None
     given = values(node)
     if call.spec.runs_kernels is None:
-        return call.spec.variant(given), moved(node)
-    return call.spec.variant(given), flops(node) if call.spec.runs_kernels(given) else 0
+        return moved(node), 0.0
+    if not call.spec.runs_kernels(given):
+        return 0, 0.0
+    reached = call.part.teraflops
+    return flops(node), reached(given) if callable(reached) else reached

@@ -385,8 +385,8 @@ def _block_call(block: Block, function: BlockFunction, owner: dict[str, int]) ->
         attention_flops=function.attention_flops,
         grouped=function.grouped,
         kernels=tuple(
-            KernelWork(call.op, call.dtype, call.variant, call.work * count)
+            KernelWork(call.op, call.work * count, call.teraflops)
             for call, count in function.kernels
-            if call.work
+            if call.teraflops
         ),
     )

@@ -335,7 +335,7 @@ def _kernel_table(shown: Prediction) -> str:
     rows = sorted(shown.worth.items(), key=lambda row: row[1].seconds - row[1].without)
     if not rows:
         return ""
-    lines = ["Kernels in a step, at their ceilings       calls       with  in plain torch"]
+    lines = ["Kernels in a step, at measured rates       calls       with  in plain torch"]
     for name, w in rows:
         times = f"{format_seconds(w.seconds):>11}{format_seconds(w.without):>16}"
         lines.append(f"  {name:<40}{w.calls:>6,}{times}")

@@ -1,10 +1,10 @@
 """What each of our kernels is worth in a step: its seconds beside those of the same in plain torch.
 
-In: the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel is as
-fast as its ceiling (:mod:`~megacompile.hardware.kernel_ceilings`). Plain torch is the operation's eager
-form in :mod:`~megacompile.bench.operations`, traced on fake tensors: what its operators read and write at
-the memory's bandwidth, and its products; for attention without softcap torch's own kernels, at the rates of
-the machine. Launches count on neither side.
+In: the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel moves bytes
+at the memory's bandwidth, or is priced by :mod:`~megacompile.hardware.kernel_prices`. Plain torch is the
+operation's eager form in :mod:`~megacompile.bench.operations`, traced on fake tensors: what its operators
+read and write at the memory's bandwidth, and its products; for attention without softcap torch's own kernels,
+at the rates of the machine. Launches count on neither side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megacompile.bench.operations import OPERATIONS, inputs_of
 from megacompile.bench.program_targets import operation_of
 from megacompile.blocks.costs import flops, moved
 from megacompile.blocks.kernel_calls import Calls, KernelCall
-from megacompile.hardware.kernel_ceilings import kernel_seconds
+from megacompile.hardware.kernel_prices import kernel_seconds
 from megacompile.hardware.machine import Machine
 from megacompile.kernels.operator_benchmark import Shape
 from megacompile.kernels.registry import CALLED
@@ -62,11 +62,11 @@ def worth(calls: Calls, machine: Machine) -> dict[str, Worth]:
 
 def _seconds_of_call(call: KernelCall, machine: Machine) -> float:
     """Return the time of one call, with products that are the library's."""
-    op = CALLED[call.op]
-    beside = op.part.flops if op.spec.runs_kernels is None else None
+    if call.teraflops:
+        return kernel_seconds(KernelWork(call.op, call.work, call.teraflops), machine)
+    beside = CALLED[call.op].part.flops
     products = 0 if beside is None else beside(*call.shapes)
-    kernel = KernelWork(call.op, call.dtype, call.variant, call.work)
-    return kernel_seconds(kernel, machine) + products / machine.flops
+    return call.work / machine.memory_bandwidth + products / machine.flops
 
 
 def _without(call: KernelCall, machine: Machine) -> float | None:
@@ -74,7 +74,8 @@ def _without(call: KernelCall, machine: Machine) -> float | None:
     found = operation_of(call)
     if call.op in ("attention", "attention_backward"):
         backward = call.op == "attention_backward"
-        if "softcap" not in call.variant:
+        _scale, _causal, _window, softcap, *_ = (text for text in call.constants if text != "None")
+        if softcap == "0.0":
             rate = machine.attention_backward if backward else machine.attention_forward
             return call.work / (rate or machine.flops)
         (batch, heads, tokens, width), (_, groups, *_) = call.shapes[backward:][:2]
@@ -88,10 +89,11 @@ def _without(call: KernelCall, machine: Machine) -> float | None:
 
 def _eager_cost(operation: str, shape: Shape, kind: str, call: KernelCall) -> _Cost:
     """The cost of a call's eager form, the forward or the backward."""
-    chunked = CALLED[call.op].part.chunk is not None
-    tokens = shape[3] if chunked else 1
+    spec = CALLED[call.op].spec
+    recurrent = spec.runs_kernels is not None and operation == spec.name  # not attention with a softcap
+    tokens = shape[3] if recurrent else 1
     few = min(tokens, _TRACED)
-    shape = (*shape[:3], few, *shape[4:]) if chunked else shape
+    shape = (*shape[:3], few, *shape[4:]) if recurrent else shape
     nbytes, products = _traced(operation, shape, call.dtype)[kind == "backward"]
     return nbytes * tokens // few, products * tokens // few
 

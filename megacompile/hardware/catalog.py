@@ -39,10 +39,6 @@ LAUNCH_SECONDS = 8e-6  # assumed: a call of one operator from Python, its launch
 ATTENTION, ATTENTION_BACKWARD = 0.31, 0.168
 ATTENTION_SOURCE = "FlashAttention 2 on an H100"
 COPY_SECONDS = 10e-6  # assumed: fixed cost of one transfer
-# What attention reaches of a ceiling: causal, heads 128 wide, an H100 reached 426 and 484 of 989 TFLOP/s at
-# 4,096 and 32,768 tokens, its backward 248 and 319 of 618 (docs/architecture/kernels.md). Other chips were
-# not timed, nor were recurrences, of which it is assumed.
-REACHED, REACHED_BACKWARD, REACHED_BY_RECURRENCES = 0.46, 0.42, 0.27
 
 _PCIE4, _PCIE5 = 31.5e9, 63.0e9  # 16 lanes · 16 or 32 GT/s · 128/130 ÷ 8, each direction
 _LINKS = {"PCIe 4.0 x16": _PCIE4, "PCIe 5.0 x16": _PCIE5, "NVLink-C2C": 450e9}
@@ -150,8 +146,7 @@ def _built_in(
             "bf16 rate": f"{bf16:g} TFLOP/s dense ({source}) × {share:g} ({how})",
             "attention": f"forward {ATTENTION:g}, backward {ATTENTION_BACKWARD:g} of the bf16 peak "
             f"({ATTENTION_SOURCE})",
-            "our kernels": f"ceilings of sm_{chip} × {REACHED:g} (attention), "
-            f"{REACHED_BACKWARD:g} (its backward, on an H100), {REACHED_BY_RECURRENCES:g} (recurrences)",
+            "our kernels": "attention and recurrences at the share of products that they reached on an H100",
             "launch": f"{LAUNCH_SECONDS * 1e6:g} µs a kernel (assumed)",
             "fp32 rate": f"{fp32:g} TFLOP/s without tensor cores ({source}) × {GEMM:g} (assumed)",
             "device bandwidth": f"{memory:g} GB/s ({source}) × {DEVICE_MEMORY:g} (assumed)",

@@ -33,9 +33,9 @@ class Machine:
     update half); ``compute_beside`` says how many times longer compute then takes beside another stream,
     ``others_beside`` how many times longer the other does. ``processors`` are a GPU's multiprocessors, on
     which the scratch memory of its kernels depends; None: not a GPU, or not known. ``chip`` is its compute
-    capability (90: 9.0), which decides what attention runs, and by which
-    :mod:`~megacompile.hardware.kernel_ceilings` knows how fast our kernels are; where it is None, or the
-    machine was ``measured``, they move bytes at ``memory_bandwidth`` and attend at attention's rates.
+    capability (90: 9.0), which decides what attention runs. Our kernels attend as an H100's do
+    (:mod:`~megacompile.hardware.kernel_prices`), but where ``chip`` is None, or the machine was ``measured``,
+    at attention's rates.
     ``fabric_bandwidth`` is what a device sends to, and gets from, the others of its machine, None where there
     is no such link, or none is known; ``fabric_seconds`` the fixed cost of a collective. The ranks that share
     the weights are on ``nodes`` machines; of all ``replicas`` of them ``beside`` share a machine.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megacompile.hardware.contention import shared_times
-from megacompile.hardware.kernel_ceilings import kernel_delay
+from megacompile.hardware.kernel_prices import kernel_delay
 from megacompile.hardware.machine import Machine
 from megacompile.schedule.op_table import SPECS, STREAMS, Cost, Kind, Stream
 from megacompile.schedule.step import Event, Op, Step
@@ -98,11 +98,11 @@ def asking_seconds(call: Call | Op, machine: Machine) -> float:
 
 
 def attention_delay(call: Call | Op, machine: Machine) -> float:
-    """Seconds that a block function takes longer as attention's rates are not those of products."""
+    """Seconds that a block function takes longer as attention and our kernels are slower than products."""
     rates = machine.attention_forward, machine.attention_backward
     found = zip(call.attention_flops, rates, strict=True)
     delay = sum(flops / rate - flops / machine.flops for flops, rate in found if rate is not None)
-    return delay + kernel_delay(call, machine, attends=True)
+    return delay + kernel_delay(call, machine)
 
 
 def traffic_seconds(call: Call | Op, machine: Machine) -> float:
@@ -110,7 +110,7 @@ def traffic_seconds(call: Call | Op, machine: Machine) -> float:
     expert's weights are read for few rows."""
     work, nbytes = call.grouped
     waits = max(0.0, nbytes / machine.memory_bandwidth - work / machine.flops)
-    return call.moved_bytes / machine.memory_bandwidth + waits + kernel_delay(call, machine, attends=False)
+    return call.moved_bytes / machine.memory_bandwidth + waits
 
 
 def _state_seconds(op: Op, machine: Machine) -> float:

@@ -40,7 +40,7 @@ from megacompile.schedule.verify import verify
 from megacompile.schedule.workload import Workload
 from megacompile.units import format_bytes, format_seconds
 
-SCHEDULE_VERSION = 2
+SCHEDULE_VERSION = 3
 _LONGEST_SECONDS = 1e9
 _MOST_PLACES = 1 << 20  # blocks and weight groups, times micro-batches: each is several operations
 

@@ -19,13 +19,12 @@ from megacompile.json_codec import LATER, from_plain, parse_json, to_plain
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The work of calls of one of our kernels, counted in ``moved_bytes`` or ``attention_flops`` already; see
-    :class:`~megacompile.blocks.kernel_calls.KernelCall`."""
+    """The work of calls of one of our kernels whose speed is that of products, counted in ``flops`` already;
+    ``teraflops`` as in :class:`~megacompile.kernels.registry.OpPass`."""
 
     op: str
-    dtype: str
-    variant: str
-    amount: int
+    flops: int
+    teraflops: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from benchmarks import kernel_gate as gate
 from benchmarks.gate_cases import CASES
 from benchmarks.gate_rules import SHARED_LIMIT, changes, faults, made_of, write_table
 from megacompile import kernels
+from megacompile.bench.ceilings import CEILINGS, TABLE, Resources, read_table
 from megacompile.kernels._triton import MAX_ROW, Launch, launch, recording, row_tile, triton
-from megacompile.kernels.gate_tables import CEILINGS, TABLE, Resources, read_table
 
 adamw, attention, layer_norm, rms_norm, rope = (
     importlib.import_module(f"megacompile.kernels.{name}")

@@ -9,10 +9,9 @@ import pytest
 
 from benchmarks import kernel_ceilings, machine_code
 from benchmarks.gate_rules import changes, slow, worse, write_table
+from megacompile.bench.ceilings import CEILINGS, CHIPS, Ceiling, read_ceilings
 from megacompile.bench.results import ceilings as printed
 from megacompile.kernels._triton import Launch
-from megacompile.kernels.chips import CHIPS, Ceiling
-from megacompile.kernels.gate_tables import CEILINGS, read_ceilings
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is missing: pip install triton"
@@ -219,6 +218,17 @@ def test_the_checked_in_ceilings() -> None:
             most = max(chip.products.values()) * chip.processors * chip.clock / 1e12 + 1
         assert 0 < row.rate <= most
     assert CEILINGS.read_text().splitlines()[0].startswith("# sources")
+
+
+def test_updates_keep_every_chips_memory_busy() -> None:
+    """So they are priced by its bandwidth, whatever their kernel."""
+    rows = [row for row in read_ceilings() if row.operator == "adamw_"]
+    assert {row.arch for row in rows} == set(CHIPS) and {row.binds for row in rows} == {"memory"}
+
+
+def test_the_tables_travel_with_the_package() -> None:
+    patterns = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"megacompile.bench" = ["*{CEILINGS.suffix}"]' in patterns
 
 
 def test_bench_prints_them() -> None:

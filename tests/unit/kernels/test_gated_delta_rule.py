@@ -143,7 +143,7 @@ def test_plans_for_a_gpu_count_the_launches_that_run(
     with recording(gpu=Gpu(4)):
         on_gpu = launches(node)
         ((call, _),) = kernel_calls(graph)
-    assert (call.variant, call.work) == (f"{width}/8", flops(node) if kernels else 0)
+    assert call.work == (flops(node) if kernels else 0) and bool(call.teraflops) == kernels
     ours = len(recorded) + backward  # and the zeros of the last state's gradient
     assert len(recorded) == (3 * 6 if backward else 2)
     assert {x.kernel.__name__.split("_kernel")[0][:11] for x in recorded} == {"gated_delta"}

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from benchmarks.gate_rules import TABLE_TRITON
 from megacompile import kernels
+from megacompile.bench.ceilings import CHIPS
 from megacompile.kernels import gated_delta, mamba2
 from megacompile.kernels._triton import Gpu, Launch, launch, recording, tl, triton
 from megacompile.kernels.adamw import Constants, adamw_triton
 from megacompile.kernels.attention import Rule
 from megacompile.kernels.attention import backward_triton as attention_backward
 from megacompile.kernels.attention import forward_triton as attention_forward
-from megacompile.kernels.chips import CHIPS
 from megacompile.kernels.clamped_glu import clamped_glu_backward_triton, clamped_glu_triton
 from megacompile.kernels.cross_entropy_tiles import LossTerms, accumulate_triton, gradient_triton, new_state
 from megacompile.kernels.decode_4bit import decode_4bit_triton, stored_4bit_bytes

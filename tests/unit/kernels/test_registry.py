@@ -41,7 +41,7 @@ def test_a_declaration_has_what_its_role_needs(name: str) -> None:
     arguments = overload(name)._schema.arguments
     names = [a.name for a in arguments]
     if spec.runs_kernels is not None:
-        assert part.flops is not None, "its speed is that of products"
+        assert part.flops is not None and part.teraflops, "its speed is that of products"
     if spec.along == "rows" and part is spec.backward:
         assert part.sums, "weights of rows have gradients that are sums"
     if spec.draws is not None and part is spec.forward:
@@ -87,4 +87,4 @@ def test_nothing_else_in_the_product_names_an_operator() -> None:
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_what_is_chunked_by_elements_or_rows_has_an_eager_form(name: str) -> None:
     spec = SPECS[name]
-    assert spec.along == "mixing" or (spec.benchmarks and spec.forward.kernels and spec.backward is not None)
+    assert spec.along == "mixing" or (spec.benchmarks and spec.backward is not None)

@@ -1,11 +1,15 @@
-"""The chips that kernels are compiled for, and what is known of a kernel on one: records without code.
+"""Read what the ahead-of-time gate found of each kernel on each chip: what it uses, how fast it can be.
 
-Planning reads these, so nothing here needs triton or what the gate takes machine code apart with.
+``resources.csv`` and ``ceilings.csv`` lie beside this module, one row per case, kernel and chip.
+``benchmarks/kernel_gate.py`` writes them.
 """
 
-from dataclasses import dataclass
+import csv
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar, get_type_hints
 
-LATENCY = 800e-9  # seconds from a load to its value in a busy memory: 20 KB per multiprocessor fill an H100's
+TABLE, CEILINGS = (Path(__file__).with_name(name) for name in ("resources.csv", "ceilings.csv"))
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,36 @@ class Ceiling(CompiledKernel):
     def text(self) -> str:
         """The rate with its unit, and what binds."""
         return f"{self.rate:,.0f} {'TFLOP/s' if self.executed else 'GB/s'} ({self.binds})"
+
+
+@dataclass(frozen=True, order=True)
+class Resources(CompiledKernel):
+    """One row of the table."""
+
+    registers: int
+    local: int
+    shared: int
+    load: int
+    narrow_loads: int
+    store: int
+
+
+Row = TypeVar("Row", Resources, Ceiling)
+
+
+def read_table(path: Path = TABLE) -> list[Resources]:
+    """The checked-in rows."""
+    return _read_rows(Resources, path)
+
+
+def read_ceilings(path: Path = CEILINGS) -> list[Ceiling]:
+    """The checked-in rows."""
+    return _read_rows(Ceiling, path)
+
+
+def _read_rows(kind: type[Row], path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        file.readline()
+        rows = list(csv.DictReader(file))
+    types = get_type_hints(kind)
+    return sorted(kind(**{f.name: types[f.name](row[f.name]) for f in fields(kind)}) for row in rows)
