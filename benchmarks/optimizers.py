@@ -22,7 +22,7 @@ from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import group_arrays
 from megacompile.state.optimizer import form_of, hypers
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, Adam: the C kernel": ("torch.optim.AdamW", {}),
@@ -65,13 +65,13 @@ def measured(path: str, options: dict[str, Any], width: int, threads: int, repea
     grad, seconds = torch.randn(numel).bfloat16(), []
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        if isinstance(form, Foreign) and form.matrices(group):  # what comes between is the device's
+        if isinstance(form, TorchOptimizer) and form.matrices(group):  # what comes between is the device's
             state.add_momentum(0, grad, form.settings(), [0], threads=threads)
         state.update(0, grad, hypers(optimizer, form), [0], threads=threads)
         seconds.append(time.perf_counter() - start)
     kept = sum(a.nbytes for a in group_arrays(group, form) if a.kind == "moments") / numel
     nanoseconds = 1e9 * statistics.median(seconds[1:]) / numel
-    whole = "–" if isinstance(form, str) else "chunks" if form.elementwise[0] else "whole"
+    whole = "–" if isinstance(form, str) else "chunks" if form.param_groups[0].elementwise else "whole"
     return f"{kept:.3g} | {whole} | {state.scratch_bytes / 1e6:,.0f} MB | {nanoseconds:.1f}"
 
 

@@ -29,12 +29,13 @@ from megacompile.runtime.backends import Backend, open_backend
 from megacompile.runtime.device_failures import naming_failures
 from megacompile.runtime.triton_check import check_triton
 from megacompile.schedule.plan import Plan
+from megacompile.state.adam_settings import updates_like_adamw
 from megacompile.state.host_arena import collect_dropped_arenas
 from megacompile.state.masters import Weights
 from megacompile.state.model_ownership import reclaim
 from megacompile.state.moment_formats import StateFormat, check_format
-from megacompile.state.optimizer import adopt, form_of, updates_like_adamw
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.optimizer import adopt, form_of
+from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.tested_versions import warn_of_newer
 from megacompile.units import RESERVE, host_available, parse_bytes
 
@@ -150,7 +151,7 @@ def compile(
         budget, host = _budgets(model, hbm_budget, host_budget, backend, world)
         adopted = adopt(optimizer, model)
         form = form_of(adopted, check_format(optimizer_state))
-        if isinstance(form, Foreign) and form.writes_settings and on_nonfinite is not None:
+        if isinstance(form, TorchOptimizer) and form.writes_settings and on_nonfinite is not None:
             raise MegacompileError(
                 f"on_nonfinite={on_nonfinite!r} is not supported with {form}, whose step counts in its param "
                 "groups, before it is known whether an update is made: leave on_nonfinite out."

@@ -45,7 +45,7 @@ from megacompile.planner.lowest_bytes import values_bytes
 from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
 
@@ -116,7 +116,7 @@ class Frontend:
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
         self.parameters = _describe(model, optimizer, compute_dtype)
-        if isinstance(form, Foreign):
+        if isinstance(form, TorchOptimizer):
             described = self.parameters.items()
             self.parameters = {n: replace(p, undivided=p.trained and not form.cuts(p)) for n, p in described}
         self._forms = {n: (p.dtype, p.stride) for n, p in self.parameters.items()}

@@ -25,7 +25,7 @@ from megacompile.runtime.step_results import step_seed
 from megacompile.schedule.plan import Mode
 from megacompile.state.adam import Kernel, backend
 from megacompile.state.optimizer import hypers
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 if TYPE_CHECKING:
     from megacompile.api.session import Session
@@ -67,9 +67,9 @@ def _updates(settings: Settings) -> str:
         return ""
     gpu = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "no GPU"
     form = settings.optimizer_state
-    kernel: Kernel = "muon" if isinstance(form, Foreign) else form
+    kernel: Kernel = "muon" if isinstance(form, TorchOptimizer) else form
     code = {"c": "the C kernel", "torch": "torch"}[backend(kernel)]
-    if isinstance(form, Foreign):
+    if isinstance(form, TorchOptimizer):
         code += f", torch for {torch.backends.cpu.get_cpu_capability()}"
     return f"{code} on the host, and {gpu}"
 

@@ -53,8 +53,10 @@ from megacompile.state.checkpoint_manifest import RunProgress
 from megacompile.state.masters import HostState, Weights
 from megacompile.state.model_values import ModelValues
 from megacompile.state.optimizer import hypers
+from megacompile.state.param_group import GroupSettings
 from megacompile.state.plain_loop import watch_plain_loop
-from megacompile.state.torch_optimizer import Foreign, GroupSettings, members_of
+from megacompile.state.several_optimizers import members_of
+from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.units import format_bytes
 
 CLOSED = "The program was closed: compile the model again to train on."
@@ -343,7 +345,7 @@ class Session:
 
     def _switch(self, member: torch.optim.Optimizer, method: str) -> None:
         form = self.settings.optimizer_state
-        assert isinstance(form, Foreign) and self.runtime is not None
+        assert isinstance(form, TorchOptimizer) and self.runtime is not None
         with exclusive(self, f"optimizer.{method}"), self.values.in_call():
             self.world.note_call()
             settings = form.called(member, method)
@@ -441,7 +443,7 @@ class Session:
             self.values.changed()
         with whole_step(), self._noting_faults(), self.world.together():
             results = runtime.run(bound, inputs)
-        if updates and isinstance(self.settings.optimizer_state, Foreign):
+        if updates and isinstance(self.settings.optimizer_state, TorchOptimizer):
             self.settings.optimizer_state.advance(cast("Sequence[GroupSettings]", inputs.hypers))
         self.calls += mode.kind in ("train", "accumulate")
         if results.takes_norm:

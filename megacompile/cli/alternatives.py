@@ -21,7 +21,7 @@ from megacompile.planner.tiling import TilingCandidate
 from megacompile.planner.too_small import fitting
 from megacompile.state.host_budget import host_bytes
 from megacompile.state.moment_formats import Form, StateFormat
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, .
 def _formats(question: Question) -> tuple[Form, ...]:
     """The format of the state that was asked for, and those of Adam's moments that take less."""
     asked, known = question.optimizer_state, get_args(StateFormat)
-    return (asked,) if isinstance(asked, Foreign) else known[known.index(asked) :]
+    return (asked,) if isinstance(asked, TorchOptimizer) else known[known.index(asked) :]
 
 
 def _speed_of_fit(fits: Sequence[Fit], question: Question, clip: bool) -> float | None:

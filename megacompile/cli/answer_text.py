@@ -24,7 +24,7 @@ from megacompile.planner.nvme_placement import describe_traffic
 from megacompile.schedule.op_table import STREAMS
 from megacompile.schedule.plan_text import plan_table
 from megacompile.state.moment_formats import CODINGS, state_bytes
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.units import format_bytes, format_count, format_hours, format_seconds
 
 
@@ -40,7 +40,7 @@ def head(answer: Answer, shown: Prediction | None) -> str:
     title = q.profile.title or q.profile.name
     times = f"{q.micro_batches} micro-batches of " if q.micro_batches > 1 else ""
     moments = "Adam state" if q.optimizer_state == "fp32" else f"{q.optimizer_state} moments"
-    if isinstance(q.optimizer_state, Foreign):
+    if isinstance(q.optimizer_state, TorchOptimizer):
         names = [name.rpartition(".")[2] for name in str(q.optimizer_state).split("+")]
         moments = f"state of {' and '.join(names)}"
     if q.ranks > 1:
@@ -142,7 +142,7 @@ def render(answer: Answer, extras: Extras) -> str:
         parts.append("Plan\n" + textwrap.indent(plan_table(shown.planned.plan, shown.work), "  "))
     parts.append(_machine_figures(answer, extras))
     text = "\n\n".join(parts) + "\n"
-    if not isinstance(answer.question.optimizer_state, Foreign):
+    if not isinstance(answer.question.optimizer_state, TorchOptimizer):
         return text
     return text.replace("host Adam", "host updates").replace("Adam moments", "its state   ")
 

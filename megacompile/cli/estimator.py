@@ -30,7 +30,7 @@ from megacompile.planner.plan_program import Known, first_that_fits, plan_progra
 from megacompile.planner.tiling import TilingCandidate, tried
 from megacompile.planner.too_small import TooSmall
 from megacompile.state.moment_formats import Form
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 Progress = Callable[[str], None]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -43,7 +43,7 @@ class Study:
     def __init__(self, model: Model, dtype: Dtype, progress: Progress, optimizer: str = "adamw") -> None:
         self.model, self.progress, self._dtype, self._optimizer = model, progress, dtype, optimizer
         own = optimizer != "adamw"
-        self.form: Form = Foreign(optimizer_of(optimizer, model.module)) if own else "fp32"
+        self.form: Form = TorchOptimizer(optimizer_of(optimizer, model.module)) if own else "fp32"
         self._known: Known = {}  # so that sweeps never get slower
         self._repeated: dict[Kind, Repeated] = {}
         self._least: dict[tuple[Any, ...], tuple[LeastBudgets, Compiled]] = {}  # by what it depends on

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megacompile.cli.alternatives import Fit, size_text
 from megacompile.cli.plan_answer import Question
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 _KEPT_FLAGS = ("model", "lora", "lora_targets", "frozen", "optimizer", "max_grad_norm", "machine",
                "host_budget", "host_bandwidth", "nvme_rates", "link", "gpus", "nodes", "fabric", "network",
@@ -71,7 +71,7 @@ def _words(options: argparse.Namespace, asked: Question, fit: Fit) -> list[str]:
     if q.nvme_budget is not None:
         changed = q.nvme_budget != asked.nvme_budget
         flags["nvme_budget"] = size_text(q.nvme_budget) if changed else options.nvme_budget
-    if q.optimizer_state != "fp32" and not isinstance(q.optimizer_state, Foreign):
+    if q.optimizer_state != "fp32" and not isinstance(q.optimizer_state, TorchOptimizer):
         flags["optimizer_state"] = q.optimizer_state
     words = ["megacompile", "plan"]
     for name, value in flags.items():

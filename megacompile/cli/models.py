@@ -25,7 +25,7 @@ from megacompile.capture.quantized_weights import plan_as
 from megacompile.capture.weight_codings import BlockCoding, RowCoding, WeightCoding
 from megacompile.cli.presets import Preset, find_model, model_type
 from megacompile.errors import MegacompileError
-from megacompile.state.torch_optimizer import Several
+from megacompile.state.several_optimizers import Several
 
 _MOST_LAYERS, _MOST = 4096, 1 << 24  # beyond any model
 # how names of fields end that say how large it is

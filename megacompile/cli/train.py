@@ -194,7 +194,7 @@ def _muon_and_others(trainer: Any) -> Any:
     import torch
 
     from megacompile.cli.models import inner_matrices
-    from megacompile.state.torch_optimizer import Several
+    from megacompile.state.several_optimizers import Several
 
     model, arguments = trainer.model, trainer.args
     matrices, decayed = inner_matrices(model), set(trainer.get_decay_parameter_names(model))

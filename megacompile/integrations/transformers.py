@@ -45,7 +45,7 @@ from megacompile.state.masters import Weights
 from megacompile.state.model_ownership import is_owned
 from megacompile.state.model_values import Lending
 from megacompile.state.moment_formats import StateFormat
-from megacompile.state.torch_optimizer import Several
+from megacompile.state.several_optimizers import Several
 
 __all__ = [
     "MegacompileConfig",

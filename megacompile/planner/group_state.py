@@ -13,7 +13,7 @@ from dataclasses import replace
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.schedule.workload import GroupWork, Workload
 from megacompile.state.moment_formats import Form, group_arrays
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 def with_state(assembly: Assembly, form: Form) -> Assembly:
@@ -22,7 +22,7 @@ def with_state(assembly: Assembly, form: Form) -> Assembly:
 
     def work_of(work: GroupWork, layout: GroupLayout) -> GroupWork:
         moved, flops, matrices = 0, 0, None
-        if isinstance(form, Foreign) and layout.trainable:
+        if isinstance(form, TorchOptimizer) and layout.trainable:
             (moved, flops), matrices = form.update_work(layout), form.matrix_updates(layout)
         return replace(
             work,

@@ -51,8 +51,9 @@ from megacompile.state.embedding_rows import add_rows, gather_rows
 from megacompile.state.master_layout import add_gradients, own_part, slot_view, strided, sum_of_squares
 from megacompile.state.masters import HostState
 from megacompile.state.nvme_offload import Offload
+from megacompile.state.param_group import GroupSettings
 from megacompile.state.row_updates import RowUpdate
-from megacompile.state.torch_optimizer import Foreign, GroupSettings
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 class Runtime:
@@ -818,7 +819,7 @@ class StepRun:
     def _matrices(self, group: int) -> list[int]:
         """The slots of a group whose gradients came and whose updates this rank makes orthogonal."""
         form, rank = self._held.state.form, self._held.world.ranks.shard
-        assert isinstance(form, Foreign)
+        assert isinstance(form, TorchOptimizer)
         landed = self._held.landed[group]
         return [i for i in form.matrices(self._bound.assembly.groups[group], rank) if i in landed]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacompile.state.adam import AdamHyper
-from megacompile.state.torch_optimizer import GroupSettings
+from megacompile.state.param_group import GroupSettings
 
 
 @dataclass

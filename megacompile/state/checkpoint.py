@@ -42,9 +42,9 @@ from megacompile.state.checkpoint_manifest import (
 )
 from megacompile.state.master_layout import own_part
 from megacompile.state.masters import HostState, rounding_error
+from megacompile.state.optimizer_state import shared_by_pieces
 from megacompile.state.safetensors_io import checksum, open_shard, save_shard
 from megacompile.state.snapshot import Snapshot
-from megacompile.state.torch_optimizer import Foreign
 
 SHARD_BYTES = 1 << 26  # updates may wait for one to be written
 PIECE_BYTES = 1 << 28  # of a file that is mapped while it is read, at most
@@ -134,13 +134,12 @@ def _batches(
     """
     slots = ((group, slot) for group in state.groups for slot in group.slots if rank)
     later = {slot.parameter.name for group, slot in slots if own_part(group, slot, rank)[0].start}
-    shared = state.form.shared_by_pieces if isinstance(state.form, Foreign) else lambda array: False
     for group in state.parts():
         named = {
             f"{name}/{array}": tensor
             for name, arrays in group.items()
             for array, tensor in arrays.items()
-            if not (name in later and shared(array))
+            if not (name in later and shared_by_pieces(state.form, array))
         }
         yield {name: tensor for name, tensor in named.items() if rank == 0 or tensor.numel()}
     yield {f"{name}/value": value.reshape(-1) for name, value in buffers.items()}

@@ -23,9 +23,10 @@ from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot, padde
 from megacompile.errors import MegacompileError
 from megacompile.state.masters import HostState
 from megacompile.state.moment_formats import CODINGS, Form, array_range, is_coded
+from megacompile.state.optimizer_state import shared_by_pieces
 from megacompile.state.snapshot import Snapshot
 from megacompile.state.state_views import shapes_of
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_layout(saved: SavedLayout, held: Container[str], state: HostState, fold
     ``held`` are the names of all saved tensors: of frozen parameters there may be low halves or none.
     """
     if saved.optimizer_state != str(state.form):
-        if isinstance(state.form, Foreign) or "." in saved.optimizer_state:
+        if isinstance(state.form, TorchOptimizer) or "." in saved.optimizer_state:
             raise MegacompileError(
                 f"{folder} was saved with the state of {saved.optimizer_state} and this program has that of "
                 f"{state.form}: compile with the optimizer that was saved."
@@ -203,7 +204,7 @@ def _check_blocks(
 ) -> None:
     """Codes can be taken apart between blocks only."""
     (group, parameter) = owner
-    if isinstance(form, Foreign) or form not in CODINGS or not group.trainable:
+    if isinstance(form, TorchOptimizer) or form not in CODINGS or not group.trainable:
         return
     coding = CODINGS[form]
     coded = is_coded(parameter.numel, form)
@@ -218,9 +219,9 @@ def _check_blocks(
 
 def copied_range(array: str, part: Part, saved: int, ours: int, form: Form) -> tuple[slice, slice]:
     """Return which entries of a saved flat array, of that length, go where in one of ours."""
-    if isinstance(form, Foreign) and form.shared_by_pieces(array):
+    if shared_by_pieces(form, array):
         return slice(0, saved), slice(0, ours)
-    coding = None if isinstance(form, Foreign) else CODINGS.get(form)
+    coding = None if isinstance(form, TorchOptimizer) else CODINGS.get(form)
     start, stop = array_range(array, coding, part.start, part.start + part.count)
     to, _ = array_range(array, coding, part.to, part.to)
     length = min(saved - start, ours - to) if part.ends else stop - start

@@ -41,10 +41,13 @@ from megacompile.state.nvme_offload import (
     place_groups,
     scratch_bytes,
 )
+from megacompile.state.optimizer_state import Numbers
+from megacompile.state.optimizer_step import OptimizerStep
+from megacompile.state.param_group import GroupSettings
 from megacompile.state.parameter_values import is_exact, write_halves
 from megacompile.state.snapshot import Copies, Snapshot
 from megacompile.state.state_views import moments_of, parts_of
-from megacompile.state.torch_optimizer import Foreign, GroupSettings, Numbers
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 Weights = Callable[[str], Tensor]
 """The value of a parameter by its name."""
@@ -93,7 +96,8 @@ class HostState:
         self._snapshot = Snapshot((), form, (), ())  # the last one
         self.copies = Copies()  # that snapshots make
         rank = self.world.ranks.shard
-        self._moments: StateFormat = "fp32" if isinstance(form, Foreign) else form
+        self._moments: StateFormat = "fp32" if isinstance(form, TorchOptimizer) else form
+        self._own_step = OptimizerStep(form, rank) if isinstance(form, TorchOptimizer) else None
         self._runs = [shard_runs(group, self._moments, rank) for group in self.groups]
         # sums over ranks are zero there
         self._padding = [padding_of(group) if group.ranks == 1 else [] for group in self.groups]
@@ -186,7 +190,7 @@ class HostState:
 
     def reset_moments(self) -> None:
         """The optimizer's state and step counts as at the start, which is all that others than Adam need."""
-        for group in range(0 if isinstance(self.form, Foreign) else len(self.groups)):
+        for group in range(0 if isinstance(self.form, TorchOptimizer) else len(self.groups)):
             arrays = self.open(group, change=True)
             for name in {*moment_names(False), *moment_names(True)} & set(arrays):
                 arrays[name].zero_()
@@ -201,7 +205,7 @@ class HostState:
             for slot, own in zip(group.slots, numbers, strict=True):
                 if own:
                     named[slot.parameter.whole or slot.parameter.name] = own
-        if not isinstance(self.form, Foreign):
+        if not isinstance(self.form, TorchOptimizer):
             return named
         heard = self.world.exchange(lambda: json.dumps(named).encode())
         return {name: own for text in heard for name, own in json.loads(text).items()}
@@ -298,12 +302,12 @@ class HostState:
         group's bucket; nobody has written between its parameters, which a block of codes may reach.
         """
         arrays = self._arrays_of(group, slot)
-        if isinstance(self.form, Foreign):
+        if self._own_step is not None:
             if self._lies_at_home(group):
                 self._snapshot.before_change(group)
-            steps, numbers, rank = self.steps[group], self.numbers[group], self.world.ranks.shard
-            settings, layout = cast("Sequence[GroupSettings]", hypers), self.groups[group]
-            self.form.update(layout, arrays, grad, settings, steps, numbers, slots, threads, rank=rank)
+            steps, numbers, layout = self.steps[group], self.numbers[group], self.groups[group]
+            settings = cast("Sequence[GroupSettings]", hypers)
+            self._own_step.update(layout, arrays, grad, settings, steps, numbers, slots, threads)
             for index in slots:
                 steps[index] += 1
             return
@@ -364,11 +368,11 @@ class HostState:
     ) -> None:
         """Take the first part of an update of a group's matrices, whose second one the device has; see
         :meth:`update`, which takes the third."""
-        assert isinstance(self.form, Foreign)
+        assert self._own_step is not None
         if self._lies_at_home(group):
             self._snapshot.before_change(group)
-        arrays, steps, rank = self._arrays_of(group, slot), self.steps[group], self.world.ranks.shard
-        self.form.add_momentum(self.groups[group], arrays, grad, settings, steps, slots, threads, rank)
+        arrays, steps = self._arrays_of(group, slot), self.steps[group]
+        self._own_step.add_momentum(self.groups[group], arrays, grad, settings, steps, slots, threads)
 
     def _arrays_of(self, group: int, slot: int | None) -> Mapping[str, Tensor]:
         """A group's arrays, with those that are in a buffer of the window."""
@@ -379,15 +383,15 @@ class HostState:
     def call(self, method: str, settings: Sequence[GroupSettings]) -> None:
         """Call a method of the optimizer's class, such as eval() and train() of some, over every parameter
         that has a state and whose param group it has written to; nothing may be under way."""
-        assert isinstance(self.form, Foreign)
+        assert self._own_step is not None
         for index, group in enumerate(self.groups):
             steps, numbers = self.steps[index], self.numbers[index]
             chosen = [
                 i for i, s in enumerate(group.slots) if steps[i] and settings[s.parameter.param_group].written
             ]
             if chosen:
-                arrays, rank = self.open(index, change=True), self.world.ranks.shard
-                self.form.update(group, arrays, None, settings, steps, numbers, chosen, None, method, rank)
+                arrays = self.open(index, change=True)
+                self._own_step.update(group, arrays, None, settings, steps, numbers, chosen, None, method)
 
     def parts(self, *, change: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
         """By group: each parameter's name with flat views of all that is kept of it, by array's name.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from megacompile.errors import ProgramError
-from megacompile.state.torch_optimizer import members_of
+from megacompile.state.several_optimizers import members_of
 
 _BELONGS = "This {} belongs to a megacompile program"
 _USED = (

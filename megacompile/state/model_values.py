@@ -33,7 +33,7 @@ from megacompile.state.model_ownership import (
 )
 from megacompile.state.optimizer import refuse_moments
 from megacompile.state.parameter_values import computed, empty, is_exact, set_value
-from megacompile.state.torch_optimizer import members_of
+from megacompile.state.several_optimizers import members_of
 from megacompile.units import RESERVE, format_bytes, host_available
 
 

@@ -20,11 +20,12 @@ import torch
 from megacompile.blocks.weight_groups import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.state import adam
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.optimizer_state import state_arrays
+from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.units import format_bytes
 
 StateFormat = Literal["fp32", "int8", "int4"]
-Form = StateFormat | Foreign
+Form = StateFormat | TorchOptimizer
 """A format of Adam's moments, or what another optimizer keeps."""
 _DTYPES = {"low": torch.int16, "exp_avg_codes": torch.uint8, "exp_avg_sq_codes": torch.uint8}
 SMALL = 4096  # elements; bitsandbytes and the 4-bit authors draw the same line
@@ -118,8 +119,9 @@ def group_arrays(group: GroupLayout, form: Form) -> tuple[FlatArray, ...]:
         kind: Literal["masters", "moments"] = "masters" if name in ("weights", "low") else "moments"
         dtype = group.dtype if name == "weights" else _DTYPES.get(name, torch.float32)
         found.append(FlatArray(name, kind, dtype, max(size[name] for size in sizes)))
-    if isinstance(form, Foreign) and group.trainable:
-        found += [FlatArray(n, "moments", dtype, size) for n, (dtype, size) in form.arrays(group).items()]
+    if isinstance(form, TorchOptimizer) and group.trainable:
+        arrays = state_arrays(form, group).items()
+        found += [FlatArray(name, "moments", dtype, size) for name, (dtype, size) in arrays]
     return tuple(a for a in found if a.elements)
 
 
@@ -128,7 +130,7 @@ def array_sizes(group: GroupLayout, form: Form, rank: int) -> dict[str, int]:
     sizes = {"weights": group.share}
     if group.dtype == torch.bfloat16 and not group.exact:
         sizes["low"] = group.share
-    if not group.trainable or isinstance(form, Foreign):
+    if not group.trainable or isinstance(form, TorchOptimizer):
         return sizes
     places = [run.place for run in shard_runs(group, form, rank)]
     plain = sum(place.elements for place in places if not place.coded)
@@ -231,7 +233,7 @@ def smaller_formats(groups: tuple[GroupLayout, ...], form: Form) -> str:
     """A clause for error messages: what the formats below ``form`` would save, and frozen weights in bf16; ""
     where that is nothing."""
     now = sum(state_bytes(groups, form).values())
-    formats = () if isinstance(form, Foreign) else get_args(StateFormat)
+    formats = () if isinstance(form, TorchOptimizer) else get_args(StateFormat)
     saved = {f: now - sum(state_bytes(groups, f).values()) for f in formats}
     clauses = [f'optimizer_state="{f}" saves {format_bytes(n)}' for f, n in saved.items() if n > 0]
     low = sum(a.nbytes for g in groups if not g.trainable for a in group_arrays(g, form) if a.name == "low")

@@ -23,7 +23,7 @@ from megacompile.errors import StorageError
 from megacompile.state.host_arena import HostArena, padded
 from megacompile.state.moment_formats import FlatArray, Form, group_arrays
 from megacompile.state.nvme import Storage
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def place_group(group: GroupLayout, form: Form, state: str) -> GroupPlace:
     gone = tuple(a for a in arrays if a not in in_ram)
     sizes = {a.name: padded(a.nbytes) for a in gone}
     weights = sizes.get("weights", 0)
-    scratch = form.scratch_bytes(group) if isinstance(form, Foreign) and group.trainable else 0
+    scratch = form.scratch_bytes(group) if isinstance(form, TorchOptimizer) and group.trainable else 0
     return GroupPlace(in_ram, gone, weights, sum(sizes.values()) - weights, padded(scratch))
 
 

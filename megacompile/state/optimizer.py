@@ -13,18 +13,12 @@ from torch import nn
 
 from megacompile.errors import MegacompileError
 from megacompile.state.adam import AdamHyper
+from megacompile.state.adam_settings import hyper_of, takes_our_steps
 from megacompile.state.moment_formats import Form, StateFormat
-from megacompile.state.torch_optimizer import (
-    Foreign,
-    GroupSettings,
-    Numbers,
-    Several,
-    decouples,
-    hyper_of,
-    initial_state,
-    members_of,
-    takes_our_steps,
-)
+from megacompile.state.optimizer_state import Numbers
+from megacompile.state.param_group import GroupSettings, initial_state
+from megacompile.state.several_optimizers import Several, members_of
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 DEFAULT_LR = 1e-5
 
@@ -86,7 +80,7 @@ def form_of(optimizer: torch.optim.Optimizer, form: StateFormat) -> Form:
             f"optimizer_state={form!r} is a format of Adam's moments, and {type(optimizer).__name__} keeps a "
             "state of its own: leave optimizer_state out, or use torch.optim.AdamW."
         )
-    return Foreign(optimizer)
+    return TorchOptimizer(optimizer)
 
 
 def refuse_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -185,13 +179,6 @@ def restore_settings(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
     return numbers
 
 
-def updates_like_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the device's AdamW kernel takes the steps that this optimizer would."""
-    return all(decouples(optimizer, g) or not g["weight_decay"] for g in optimizer.param_groups) and not any(
-        g.get("maximize") for g in optimizer.param_groups
-    )
-
-
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Index of the optimizer's param group by ``id`` of the parameter."""
     return {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
@@ -202,6 +189,6 @@ def hypers(optimizer: torch.optim.Optimizer, form: Form = "fp32") -> list[AdamHy
     for each in {optimizer, *members_of(optimizer)}:
         # a learning-rate scheduler wants to see that the optimizer stepped before it does
         each._opt_called = True  # type: ignore[attr-defined]
-    if isinstance(form, Foreign):
+    if isinstance(form, TorchOptimizer):
         return form.settings()
     return [hyper_of(optimizer, group) for group in optimizer.param_groups]

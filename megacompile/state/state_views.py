@@ -24,7 +24,8 @@ from megacompile.state.moment_formats import (
     moment_names,
     shard_places,
 )
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.optimizer_state import state_views
+from megacompile.state.torch_optimizer import TorchOptimizer
 
 
 def shapes_of(groups: Sequence[GroupLayout], form: Form) -> Iterator[dict[str, dict[str, Tensor]]]:
@@ -44,8 +45,8 @@ def parts_of(
     The ranks' views one after another are those of a whole group, whose moments end with less padding.
     """
     named = {}
-    if isinstance(form, Foreign):
-        kept = form.views(group, arrays, rank) if group.trainable else ({} for _ in group.slots)
+    if isinstance(form, TorchOptimizer):
+        kept = state_views(form, group, arrays, rank) if group.trainable else ({} for _ in group.slots)
         masters = {n: arrays[n] for n in ("weights", "low") if n in arrays}
         return {
             slot.parameter.name: {n: flat[own_part(group, slot, rank)[1]] for n, flat in masters.items()}

@@ -21,8 +21,8 @@ from megacompile.blocks.memory_meter import StorageMeter
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.trace import TRACING
 from megacompile.cli.plan_arguments import OPTIMIZERS
-from megacompile.state import host_budget, torch_optimizer
-from megacompile.state.torch_optimizer import Several
+from megacompile.state import host_budget, param_group, torch_optimizer
+from megacompile.state.several_optimizers import Several
 from tests.support.models import Plain, batch_for, build
 from tests.support.reference import EagerTrainer, HostAdamW
 
@@ -163,7 +163,7 @@ def test_trains_bitwise_as_a_plain_loop_and_resumes(
 ) -> None:
     """With two param groups, a schedule, clipping, micro-batches, chunks, and a checkpoint in the middle;
     from it the least device budget goes on, with state on a drive."""
-    monkeypatch.setattr(torch_optimizer, "CHUNK", 64)
+    monkeypatch.setattr(param_group, "CHUNK", 64)
     torch.manual_seed(0)
     model = Wide()
     fresh = copy.deepcopy(model)
@@ -258,7 +258,7 @@ def test_masters_of_bfloat16_weights_are_stepped_in_fp32(name: str) -> None:
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
                 grad[slot.offset :][: p.numel()] = p.grad.reshape(-1)
             form = state.form
-            assert isinstance(form, torch_optimizer.Foreign)
+            assert isinstance(form, torch_optimizer.TorchOptimizer)
             meter = StorageMeter()
             meter.ignore(state.arena.tensor)
             meter.ignore(grad)
@@ -443,7 +443,7 @@ def test_an_update_is_priced_by_what_its_step_does(shape: tuple[int, int]) -> No
     parameter = Parameter("w", shape, (shape[1], 1), torch.bfloat16, 0)
     numel, (m, n) = math.prod(shape), sorted(shape)
     group = GroupLayout(0, "w", torch.bfloat16, True, (Slot(parameter, 0),), numel)
-    moved, products = torch_optimizer.Foreign(optimizer).update_work(group)
+    moved, products = torch_optimizer.TorchOptimizer(optimizer).update_work(group)
     assert products == pytest.approx(20 * m * m * n + 10 * m**3, rel=0.02)  # of the large one, of a sample
     # halves, gradient; the momentum and Nesterov's step, to bfloat16 and its norm; decay, the step itself
     assert moved == pytest.approx(numel * (22 + 12 + 12 + 6 + 2 + 4 + 8 + 10), rel=0.01)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.runtime.step_results import NonFiniteError
 from megacompile.state import muon
-from megacompile.state.torch_optimizer import Several
+from megacompile.state.several_optimizers import Several
 from tests.e2e.test_any_optimizer import Pair
 from tests.support.reference import EagerTrainer, HostAdamW
 

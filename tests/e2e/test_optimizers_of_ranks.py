@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megacompile
 from megacompile import Program
-from megacompile.state import muon, torch_optimizer
+from megacompile.state import muon, param_group
 from megacompile.state.master_layout import own_part
-from megacompile.state.torch_optimizer import Several
+from megacompile.state.several_optimizers import Several
 from tests.e2e import test_any_optimizer as alone
 from tests.support.models import Plain
 from tests.support.ranks import run_ranks, whole
@@ -77,7 +77,7 @@ def divided(program: Program, rank: int) -> set[bool]:
 def on_one_rank(rank: int, size: int, folder: Path) -> tuple[set[bool], list[dict[str, Tensor]]]:
     """Train from the start, saving in the middle, and from the middle where one process saved."""
     own = range(rank, size, size)
-    with mock.patch.object(torch_optimizer, "CHUNK", 64), mock.patch.object(muon, "CHUNK", 64 * 40):
+    with mock.patch.object(param_group, "CHUNK", 64), mock.patch.object(muon, "CHUNK", 64 * 40):
         run = Run(own, seed=rank)
         run.train(*range(SAVED))
         run.program.save(folder / "ranks")

@@ -23,7 +23,7 @@ from megacompile.capture.batch import Batch
 from megacompile.integrations import training_arguments
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
 from megacompile.schedule.plan import Mode
-from megacompile.state.torch_optimizer import Several
+from megacompile.state.several_optimizers import Several
 from tests.support.models import build
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")

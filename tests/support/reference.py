@@ -18,8 +18,8 @@ from megacompile.capture.loss_value import apply_loss, divide, find_loss
 from megacompile.capture.patches import our_operators
 from megacompile.runtime.step_results import step_seed
 from megacompile.state.adam import adamw_step
+from megacompile.state.adam_settings import hyper_of
 from megacompile.state.optimizer import hypers
-from megacompile.state.torch_optimizer import hyper_of
 from tests.support.draws import OurDraws
 
 

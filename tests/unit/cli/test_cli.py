@@ -36,7 +36,7 @@ from megacompile.planner.too_small import fitting
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import BlockPlan, GroupPlan, Mode, Plan
 from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, GroupWork, ValueWork, Workload
-from megacompile.state.torch_optimizer import ELEMENTWISE, name_of
+from megacompile.state.param_group import ELEMENTWISE, name_of
 from megacompile.units import format_bytes, parse_bytes
 from tests.support import images
 

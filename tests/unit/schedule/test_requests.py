@@ -17,7 +17,7 @@ from megacompile.planner.min_feasible_budget import least
 from megacompile.planner.search import search
 from megacompile.schedule.plan import Mode
 from megacompile.schedule.step import memory_curve
-from megacompile.state.torch_optimizer import Foreign
+from megacompile.state.torch_optimizer import TorchOptimizer
 from tests.support.models import batch_for, build
 
 MACHINE = PROFILES["h100-sxm"].rates("bf16")
@@ -77,7 +77,8 @@ def test_updates_of_matrices_take_what_the_plan_counts() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     batch = read_batch({"input": torch.ones(1, 64)}, model)
     optimizer = torch.optim.Muon(model.parameters())
-    options = {"optimizer": optimizer, "form": Foreign(optimizer), "loss_fn": lambda out, batch: out.mean()}
+    form = TorchOptimizer(optimizer)
+    options = {"optimizer": optimizer, "form": form, "loss_fn": lambda out, batch: out.mean()}
     frontend = Frontend(model, torch.bfloat16, gpu=Gpu(132), **options)  # type: ignore[arg-type]
     compiled = next(frontend.tilings(batch, evaluate=False)).build()
     work, mode = compiled.assembly.work, Mode("train", deferred=True)
