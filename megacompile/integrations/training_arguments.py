@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from megacompile.state.moment_formats import StateFormat
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_Arguments = TypeVar("_Arguments")
 _NO_DDP = "gradients of several devices are exchanged by the program"
 MAPPED = {
     "bf16": "compute_dtype=torch.bfloat16, over FP32 masters; without it, and for an FP32 model, float32",
@@ -121,6 +122,14 @@ class MegacompileConfig:
     max_seq_len: int | None = None
     dump: str | None = None
     mesh: DeviceMesh | None = None
+
+
+def plans_recompute(arguments: type[_Arguments]) -> type[_Arguments]:
+    """Set ``gradient_checkpointing`` of a class of arguments to None, so that the plan decides what is
+    recomputed; TRL's asks for all activations. Returns the class, a dataclass."""
+    arguments.__annotations__ = {"gradient_checkpointing": bool | None}
+    arguments.gradient_checkpointing = None  # type: ignore[attr-defined]
+    return dataclass(arguments)
 
 
 def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:

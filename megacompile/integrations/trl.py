@@ -36,7 +36,7 @@ from megacompile.integrations.cut_images import refuse_cut_images
 from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row, with_rows
 from megacompile.integrations.peft_adapters import learns_prompts, start_without_effect, virtual_tokens
 from megacompile.integrations.saving import Writing
-from megacompile.integrations.training_arguments import MegacompileConfig, compile_options
+from megacompile.integrations.training_arguments import MegacompileConfig, compile_options, plans_recompute
 from megacompile.integrations.transformers import Mixin, same_draws
 from megacompile.integrations.updates import waits_for_update
 from megacompile.state.checkpoint_manifest import read_manifest
@@ -65,46 +65,34 @@ _LONGEST_TEXTS = 64  # texts of most characters, one of which has the most token
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
 
-@dataclass
+@plans_recompute
 class SFTConfig(trl.SFTConfig):
     """``trl.SFTConfig`` that leaves what is recomputed to the plan, where TRL's asks for all activations."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class DPOConfig(trl.DPOConfig):
     """``trl.DPOConfig`` in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class KTOConfig(trl.KTOConfig):
     """``trl.KTOConfig`` in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class RewardConfig(trl.RewardConfig):
     """``trl.RewardConfig`` in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class GRPOConfig(trl.GRPOConfig):
     """``trl.GRPOConfig`` in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class RLOOConfig(trl.RLOOConfig):
     """``trl.RLOOConfig`` in the same way."""
-
-    gradient_checkpointing: bool | None = None
 
 
 _PART_BYTES = 1 << 22  # of FP32 logits: fewer are made at once, as each part lengthens the graph

@@ -7,7 +7,6 @@ its backward starts from the gradient by them. Read beside TRL 1.16.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megacompile.api.program import Program
 from megacompile.errors import MegacompileError
 from megacompile.graph.forward_outputs import all_outputs
 from megacompile.integrations.peft_adapters import learns_prompts
+from megacompile.integrations.training_arguments import plans_recompute
 from megacompile.integrations.transformers import Mixin
 from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of
 from megacompile.integrations.updates import waits_for_update
@@ -34,32 +34,24 @@ __all__ = [
 ]
 
 
-@dataclass
+@plans_recompute
 class ORPOConfig(orpo.ORPOConfig):
     """TRL's, that leaves what is recomputed to the plan, where TRL's asks for all activations."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class CPOConfig(cpo.CPOConfig):
     """TRL's, in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class TPOConfig(tpo.TPOConfig):
     """TRL's, in the same way."""
 
-    gradient_checkpointing: bool | None = None
 
-
-@dataclass
+@plans_recompute
 class GKDConfig(gkd.GKDConfig):
     """TRL's, in the same way."""
-
-    gradient_checkpointing: bool | None = None
 
 
 class ORPOTrainer(Mixin, orpo.ORPOTrainer):
