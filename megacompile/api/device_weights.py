@@ -59,12 +59,12 @@ class DeviceWeights:
         for target, source in _unmetered(self._values.streamed_parts(name, value)):
             self.device.copy([target], [source])
             if self._passing:
-                self.device.synchronize()  # the next part may come where this one is
+                self.device.streams.synchronize()  # the next part may come where this one is
         return value
 
     def fetch(self, name: str) -> Tensor:
         """A parameter as programs compute with it, which has its place until who takes it lets it go."""
-        self.device.synchronize()  # who took the last one may still read where this one comes
+        self.device.streams.synchronize()  # who took the last one may still read where this one comes
         with self.room_for(f"the {format_bytes(self.nbytes_of(name))} of {name}"):
             nbytes = self.nbytes_of(name)
             return self.read(name, torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device))
@@ -98,7 +98,7 @@ class DeviceWeights:
 
     def end(self) -> None:
         """Give the device back."""
-        self.device.synchronize()
+        self.device.streams.synchronize()
         self.device.vacate()
         if self._closes:
             self.device.close()

@@ -213,7 +213,7 @@ class Rollout(DeviceWeights):
     def end(self) -> None:
         """Give the device back; the copy of the model is of no use any more."""
         self._ended = True
-        self.device.synchronize()
+        self.device.streams.synchronize()
         _Weights(self._names, self).drop()
         super().end()
 

@@ -839,8 +839,8 @@ class Program:
             resident_peak_bytes=resident_peak_bytes(),
             storage_bytes=offload.storage.nbytes if offload else 0,
             traffic=self._schedule_on(session.compiler.machine).traffic if offload else "",
-            page_locked_bytes=runtime.device.page_locked_bytes() if runtime else 0,
-            staged_bytes=runtime.device.staged_bytes() if runtime else 0,
+            page_locked_bytes=runtime.device.host.page_locked_bytes if runtime else 0,
+            staged_bytes=runtime.device.host.staged_bytes if runtime else 0,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.cuda_streams import Flag
-from megacompile.runtime.device import Device
+from megacompile.runtime.host_memory import HostMemory
 
 BOUNCE_BUFFERS = 2
 
@@ -26,13 +26,13 @@ class BounceBuffer:
         self.free.wait()
         self.free.clear()
 
-    def like(self, like: Sequence[Tensor], device: Device) -> list[Tensor]:
+    def like(self, like: Sequence[Tensor], host: HostMemory) -> list[Tensor]:
         """Host tensors like those given, over the whole buffer."""
         forms = [torch.empty_like(t, device="meta") for t in like]
         sizes = [-(-f.untyped_storage().nbytes() // 256) * 256 for f in forms]
         if self._buffer.nbytes < sum(sizes):
-            device.host_free(self._buffer)
-            self._buffer = device.host_empty(sum(sizes))
+            host.free(self._buffer)
+            self._buffer = host.empty(sum(sizes))
         pieces = torch.split(self._buffer[: sum(sizes)], sizes)
         return [
             p.view(f.dtype).as_strided(f.shape, f.stride(), p.storage_offset() // f.dtype.itemsize)

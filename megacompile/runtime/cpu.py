@@ -31,6 +31,7 @@ class CpuDevice(Device):
     """A slab, a meter, and worker threads as streams."""
 
     immediate = True
+    streams: Streams
 
     def __init__(self, budget_bytes: int, world: World | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -54,7 +55,7 @@ class CpuDevice(Device):
         self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
-            self.synchronize()
+            self.streams.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8)
             self._meter.ignore(self._slab)
@@ -107,15 +108,6 @@ class CpuDevice(Device):
 
     def slot(self, offset: int, nbytes: int) -> Tensor:
         return self._slab[offset : offset + nbytes]
-
-    def own(self, tensors: Iterable[Tensor]) -> None:
-        pass  # any memory will do
-
-    def host_empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def host_free(self, buffer: Tensor) -> None:
-        pass  # it goes with its last tensor
 
     def load(self, leaf: Tensor) -> Tensor:
         with self.counted():

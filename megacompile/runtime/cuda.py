@@ -12,7 +12,6 @@ casts and adds.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,16 +26,15 @@ from megacompile.errors import BudgetExceededError, DeviceFullError, ProgramErro
 from megacompile.hardware.caching_allocator import PAGE_BYTES
 from megacompile.kernels.adamw import adamw_
 from megacompile.runtime.bounce_buffers import BOUNCE_BUFFERS, BounceBuffer
+from megacompile.runtime.cuda_host_memory import CudaHostMemory
 from megacompile.runtime.cuda_memory import CudaMemory
 from megacompile.runtime.cuda_streams import CudaStreams, OnComplete
 from megacompile.runtime.device import Device
 from megacompile.runtime.exact_convolutions import exact_convolutions
-from megacompile.runtime.staging import Staging, flat_bytes
 from megacompile.runtime.thread_streams import Trace
 from megacompile.schedule.step import Event, Step
 from megacompile.state.adam import AdamHyper
-from megacompile.state.host_arena import HostArena
-from megacompile.state.master_layout import add_gradients, is_dense, slot_view
+from megacompile.state.master_layout import add_gradients, slot_view
 from megacompile.state.masters import HostState
 from megacompile.units import update_threads, usable_cores
 
@@ -52,6 +50,8 @@ class CudaDevice(Device):
     """
 
     immediate = False
+    streams: CudaStreams
+    host: CudaHostMemory
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class CudaDevice(Device):
         self.streams = CudaStreams(api, begin, comm=world.size > 1)
         self.streams.synchronize()  # by now every worker has set its own count
         torch.set_num_threads(threads)  # also what threads that start later will take
-        super().__init__(self.streams)
-        self._staging = Staging(api)
-        self._borders: set[int] = set()  # addresses that no copy may cross, between page-locked pieces
+        self.host = CudaHostMemory(api)
+        super().__init__(self.streams, self.host)
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._constants: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._bounce_buffers = [BounceBuffer() for _ in range(BOUNCE_BUFFERS)]
@@ -98,7 +97,7 @@ class CudaDevice(Device):
         self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
     ) -> dict[str, Tensor]:
         if self._slab.nbytes != step.slab_bytes and (step.slab_bytes or step.resident):
-            self.synchronize()
+            self.streams.synchronize()
             self._slab = torch.empty(0, dtype=torch.uint8)
             self._slab = torch.empty(step.slab_bytes, dtype=torch.uint8, device=self.torch_device)
         self._waited = step.waited
@@ -191,35 +190,6 @@ class CudaDevice(Device):
     def slot(self, offset: int, nbytes: int) -> Tensor:
         return self._slab[offset : offset + nbytes]
 
-    def host_empty(self, nbytes: int) -> Tensor:
-        buffer = HostArena(nbytes).tensor
-        self.own([buffer])
-        return buffer[:nbytes]
-
-    def own(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            start, ends = tensor.data_ptr(), self.api.register(tensor)
-            self._borders |= {start + end for end in ends if end < tensor.nbytes}
-            locked = ends[-1] if ends else 0
-            if locked < tensor.nbytes:
-                self._staging.add(start + locked, start + tensor.nbytes)
-
-    def host_free(self, buffer: Tensor) -> None:
-        """The system may give its addresses to other memory, which CUDA would take for page-locked."""
-        self.api.unregister(buffer)
-        self._staging.remove(buffer)
-        start = buffer.data_ptr()
-        self._borders = {border for border in self._borders if not start < border < start + buffer.nbytes}
-
-    def host_bytes(self) -> dict[str, int]:
-        return {"staging (host memory is not page-locked)": self._staging.nbytes}
-
-    def page_locked_bytes(self) -> int:
-        return self.api.page_locked_bytes()
-
-    def staged_bytes(self) -> int:
-        return self._staging.staged_bytes
-
     def load(self, leaf: Tensor) -> Tensor:
         return self.send(leaf)
 
@@ -251,33 +221,7 @@ class CudaDevice(Device):
             self._read.synchronize()
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> OnComplete | None:
-        callbacks: list[OnComplete] = []
-        try:
-            for target, source in self._pieces(targets, sources):
-                if self._staging.holds(source):
-                    self._staging.upload(target, source)
-                elif self._staging.holds(target):
-                    callbacks.append(self._staging.download(target, source))
-                else:
-                    self.api.copy(target, source)
-        except BaseException:
-            _run_all(callbacks)  # they give buffers back
-            raise
-        return functools.partial(_run_all, callbacks) if callbacks else None
-
-    def _pieces(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copies as pieces that cross no border."""
-        for target, source in zip(targets, sources, strict=True):
-            starts = target.data_ptr(), source.data_ptr()
-            cuts = sorted(b - a for a in starts for b in self._borders if a < b < a + source.nbytes)
-            if cuts and is_dense(target) and is_dense(source):
-                yield from zip(
-                    flat_bytes(target).tensor_split(cuts), flat_bytes(source).tensor_split(cuts), strict=True
-                )
-            else:
-                yield target, source
+        return self.host.copy(targets, sources)
 
     def push(
         self,
@@ -305,7 +249,7 @@ class CudaDevice(Device):
         self._bounces += 1
         bounce.take()
         try:
-            landed = bounce.like(tensors, self)
+            landed = bounce.like(tensors, self.host)
             staged = self.copy(landed, tensors)
         except BaseException:
             bounce.free.set()  # no callback will
@@ -341,11 +285,6 @@ class CudaDevice(Device):
                 scale = self.send(torch.tensor([hyper.grad_scale], dtype=torch.float32))
             adamw_(weights, low, first, second, part, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps,
                    hyper.weight_decay, hyper.step, scale)  # fmt: skip
-
-
-def _run_all(callbacks: Sequence[OnComplete]) -> None:
-    for on_complete in callbacks:
-        on_complete()
 
 
 def _follow(api: CudaMemory, later: Any, earlier: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacompile.blocks.weight_groups import Slot
+from megacompile.runtime.host_memory import HostMemory
 from megacompile.runtime.thread_streams import Trace
 from megacompile.schedule.op_table import Stream
 from megacompile.schedule.step import Event, Step
@@ -27,34 +28,46 @@ OnComplete = Callable[[], None]
 
 
 class StepStreams(Protocol):
-    """The streams of a backend, as :class:`Device` passes operations on to them."""
+    """The streams of a backend; ``step`` is the number of the step to which operations are submitted."""
 
     step: int
 
     def submit(
         self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], OnComplete | None]
-    ) -> None: ...
+    ) -> None:
+        """Queue ``run`` on a stream; ``event`` fires when what it issues, and its completion callback, are
+        over."""
 
-    def wait(self, after: Iterable[Event]) -> None: ...
+    def wait(self, after: Iterable[Event]) -> None:
+        """Make the compute stream wait; raises what an operation on another stream raised."""
 
-    def reached(self, event: Event) -> None: ...
+    def reached(self, event: Event) -> None:
+        """Record ``event`` on the compute stream here."""
 
-    def clock(self) -> Any: ...
+    def clock(self) -> Any:
+        """Return this point of the compute stream, for :meth:`note`."""
 
-    def note(self, event: Event, start: Any) -> None: ...
+    def note(self, event: Event, start: Any) -> None:
+        """Note that an operation of the compute stream ran from ``start`` to here."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Return when everything that was submitted is over; raises what went wrong, if anything did."""
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        """Keep operations from beginning until ``error`` was raised in the caller; from any thread."""
 
-    def raise_failure(self) -> None: ...
+    def raise_failure(self) -> None:
+        """Raise the first exception of an operation, once; later operations run again."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all threads."""
 
 
 class Device(ABC):
-    """Device memory and the streams of one program set."""
+    """Device memory of one program set, its streams, and the host memory that it copies to and from."""
 
+    streams: StepStreams
+    host: HostMemory
     torch_device: torch.device
     adam_threads: int
     immediate: bool
@@ -62,72 +75,20 @@ class Device(ABC):
     peak_bytes: int
     """The most that any step so far held."""
     unsettled = 0
-    """How many of the next steps load what takes memory of the device that no plan has."""
+    """Number of coming steps that may still load kernels or libraries, whose memory is in no plan."""
 
-    def __init__(self, streams: StepStreams) -> None:
-        self._streams = streams
+    def __init__(self, streams: StepStreams, host: HostMemory | None = None) -> None:
+        self.streams, self.host = streams, host or HostMemory()
         self.peak_bytes = 0
-
-    @property
-    def step(self) -> int:
-        """Number of the step to which operations are submitted."""
-        return self._streams.step
-
-    def submit(
-        self, stream: Stream, event: Event, after: Iterable[Event], run: Callable[[], OnComplete | None]
-    ) -> None:
-        """Queue ``run`` on a stream; ``event`` fires when what it issues, and its completion callback, are
-        over."""
-        self._streams.submit(stream, event, after, run)
-
-    def wait(self, after: Iterable[Event]) -> None:
-        """Make the compute stream wait; raises what an operation on another stream raised."""
-        self._streams.wait(after)
-
-    def reached(self, event: Event) -> None:
-        """The compute stream records ``event`` here."""
-        self._streams.reached(event)
-
-    def clock(self) -> Any:
-        """This point of the compute stream, for :meth:`note`."""
-        return self._streams.clock()
-
-    def note(self, event: Event, start: Any) -> None:
-        """An operation of the compute stream ran from ``start`` to here."""
-        self._streams.note(event, start)
-
-    def synchronize(self) -> None:
-        """Return when everything that was submitted is over; raises what went wrong, if anything did."""
-        self._streams.synchronize()
-
-    def fail(self, error: BaseException) -> None:
-        """Let no operation begin any more until ``error`` was raised in the caller; from any thread."""
-        self._streams.fail(error)
-
-    def raise_failure(self) -> None:
-        """Raise the first exception of an operation, once; later operations run again."""
-        self._streams.raise_failure()
 
     def close(self) -> None:
         """End all threads."""
-        self._streams.close()
+        self.streams.close()
 
     def computing(self) -> AbstractContextManager[None]:
         """Order what the calling thread gives the device inside into the compute stream, after what it gave
         the device before and before what it gives it later."""
         return nullcontext()
-
-    def host_bytes(self) -> dict[str, int]:
-        """Host bytes that the backend itself holds, by kind."""
-        return {}
-
-    def page_locked_bytes(self) -> int:
-        """Host bytes that are page-locked where they lie."""
-        return 0
-
-    def staged_bytes(self) -> int:
-        """Host bytes whose copies pass through buffers, as the system refused to page-lock them."""
-        return 0
 
     @abstractmethod
     def prepare(
@@ -169,18 +130,6 @@ class Device(ABC):
     @abstractmethod
     def slot(self, offset: int, nbytes: int) -> Tensor:
         """Bytes of the slab, as uint8."""
-
-    @abstractmethod
-    def own(self, tensors: Iterable[Tensor]) -> None:
-        """Make transfers to and from these host tensors fast."""
-
-    @abstractmethod
-    def host_empty(self, nbytes: int) -> Tensor:
-        """Host bytes (uint8) that transfers are fast to and from."""
-
-    @abstractmethod
-    def host_free(self, buffer: Tensor) -> None:
-        """Give back what :meth:`host_empty` gave; nothing may be under way to or from it."""
 
     @abstractmethod
     def load(self, leaf: Tensor) -> Tensor:

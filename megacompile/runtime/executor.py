@@ -66,14 +66,14 @@ class Runtime:
     def __init__(self, state: HostState, device: Device) -> None:
         self.state = state
         self.device = device
-        device.own([*state.traveling, state.arena.rest])
+        device.host.own([*state.traveling, state.arena.rest])
         self.resident = ResidentState(state, device)
-        self.buffers = HostBuffers(state.arena, device, state.offload.storage if state.offload else None)
+        self.buffers = HostBuffers(state.arena, device.host, state.offload.storage if state.offload else None)
         self.traces: deque[tuple[Step, Trace]] = deque(maxlen=2)
         self.lost_gradients = False
         fabric = Fabric(state.world, device)
         self._held = Held(state, device, self.resident, self.buffers, Blocks(device, self.resident), fabric)
-        state.world.tell_failures(device.fail)
+        state.world.tell_failures(device.streams.fail)
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False
 
@@ -104,11 +104,11 @@ class Runtime:
             try:
                 self._prepare(program, inputs)
                 with self.device.start(trace):
-                    held.progress.begin(self.device.step, program.updates)
+                    held.progress.begin(self.device.streams.step, program.updates)
                     program.function(run)
                     self._await_collectives(program.step)
                     if inputs.check_loss and self.state.world.size > 1:
-                        self.device.wait([("agree",)])
+                        self.device.streams.wait([("agree",)])
             except BaseException as error:
                 self._abandon(error, pushed=run.pushed)
                 raise
@@ -128,15 +128,15 @@ class Runtime:
         """Return when the losses of all steps so far are there."""
         self.device.await_reads()
         if self.state.world.size > 1:
-            self.device.wait([("agree",)])
+            self.device.streams.wait([("agree",)])
 
     def await_norm(self) -> None:
         """Return when the norm of the last gradient that updates waited for is known."""
-        self.device.wait([("clip_scale",)])
+        self.device.streams.wait([("clip_scale",)])
 
     def synchronize(self) -> None:
         """Wait for all transfers and updates that are under way."""
-        self.device.synchronize()
+        self.device.streams.synchronize()
 
     def vacate(self) -> None:
         """Give all memory of the device back, for others, until the next step."""
@@ -181,7 +181,7 @@ class Runtime:
         """Another program of this process may run next: on no rank may its collectives come before these."""
         last = next((op.event for op in reversed(step.ops) if op.stream == "comm"), None)
         if last is not None and not self.device.immediate:
-            self.device.wait([last])  # until it is issued
+            self.device.streams.wait([last])  # until it is issued
 
     def _stopped(self, results: StepResults) -> bool:
         """Return whether a loss kept the updates of a step, on all ranks, from being made; raise
@@ -237,10 +237,10 @@ class Runtime:
         """
         whole = isinstance(error, (ProgramError, NonFiniteError, DeviceFullError)) and not pushed
         try:
-            self.device.synchronize()
+            self.device.streams.synchronize()
         except BaseException:
             whole = False
-            self.device.raise_failure()
+            self.device.streams.raise_failure()
         finally:
             self._held.blocks.clear()
             if not whole:
@@ -348,15 +348,15 @@ class StepRun:
     Emitted code calls one method per operation, named and given as
     :data:`~megacompile.schedule.op_table.SPECS` says. Block functions go to
     :class:`~megacompile.runtime.block_calls.Blocks`; copies, updates and waits to a
-    :class:`~megacompile.runtime.device.Device`. Nothing is decided here: what happens when is written in the
-    step.
+    :class:`~megacompile.runtime.device.Device` and its streams. Nothing is decided here: what happens when is
+    written in the step.
     """
 
     def __init__(self, held: Held, bound: BoundStep, inputs: StepInputs) -> None:
         self.results = StepResults(takes_norm="clip_scale" in bound.kinds)
         self.pushed = False
         self._held, self._bound, self._inputs = held, bound, inputs
-        self._device, self._blocks = held.device, held.blocks
+        self._device, self._blocks, self._streams = held.device, held.blocks, held.device.streams
         self._norms: dict[str, torch.Tensor] = {}
         self._squares: dict[str, float | torch.Tensor] = {}  # of what is this rank's of each gradient
         self._scale = 1.0
@@ -369,12 +369,12 @@ class StepRun:
         self._earlier, held.row_updates = held.row_updates, self._row_updates
 
     def load(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         leaf = self._inputs.leaves[micro][self._bound.part.batch_values[value]]
         self._loaded(("load", value, micro), self._device.load(leaf), free)
 
     def gather(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         table, places = self._bound.part.rows[value], self._bound.assembly.places
         pieces = [self._held.state.weight(*places[piece]) for piece in table.pieces]
         ids = self._ids(value, micro)
@@ -427,22 +427,22 @@ class StepRun:
 
     def _loaded(self, event: Event, leaf: torch.Tensor, free: Sequence[Token]) -> None:
         self._blocks.values[Value(*event[1:])] = leaf
-        self._device.reached(event)
+        self._streams.reached(event)
         self._blocks.free(free)
 
     def copy_result(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         self.results.outputs[value, micro] = self._device.read(self._blocks.values[Value(value, micro)])
-        self._device.reached(("copy_result", value, micro))
+        self._streams.reached(("copy_result", value, micro))
         self._blocks.free(free)
 
     def load_grad(self, *, value: int, micro: int, after: Sequence[Event] = (), free: Any = ()) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         if micro not in self._given:
             self._given[micro] = self._from_outside(micro)
         gradient = self._given[micro].pop(value).to(self._bound.part.values[value].dtype)
         self._blocks.values[ValueGrad(value, micro)] = self._device.load(gradient)
-        self._device.reached(("load_grad", value, micro))
+        self._streams.reached(("load_grad", value, micro))
         self._blocks.free(free)
 
     def _from_outside(self, micro: int) -> dict[int, torch.Tensor]:
@@ -462,12 +462,12 @@ class StepRun:
         stream: Stream = "comm" if group in self._held.resident.weights else "h2d"
         layout = self._bound.assembly.groups[group]
         place = self._blocks.arrive(layout, offset)[layout.shard(self._held.world.ranks.shard)]
-        device.submit(stream, ("prefetch", group), after, lambda: device.copy([place], [source]))
+        self._streams.submit(stream, ("prefetch", group), after, lambda: device.copy([place], [source]))
 
     def evict(self, *, group: int, after: Sequence[Event] = ()) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         self._blocks.leave(group)
-        self._device.reached(("evict", group))
+        self._streams.reached(("evict", group))
 
     def free(self, tokens: Sequence[Token], *, after: Sequence[Event] = ()) -> None:
         self._free(("free", *tokens[0][1:]), tokens, after)
@@ -478,9 +478,9 @@ class StepRun:
         self._free(("free_offloaded", block, micro), saved, after)
 
     def _free(self, event: Event, tokens: Sequence[Token], after: Sequence[Event]) -> None:
-        self._device.wait(after)
+        self._streams.wait(after)
         self._blocks.free(tokens)
-        self._device.reached(event)
+        self._streams.reached(event)
 
     def _call(
         self, part: Literal["forward", "recompute", "backward"], *, block: int, micro: int, checkpoint: str,
@@ -504,7 +504,7 @@ class StepRun:
         tensors = self._blocks.tensors(saved)
         kept = self._held.buffers.offload(Offloaded(block, micro), tensors, slot)
         device = self._device
-        device.submit("d2h", ("offload", block, micro), after, lambda: device.copy(kept, tensors))
+        self._streams.submit("d2h", ("offload", block, micro), after, lambda: device.copy(kept, tensors))
 
     def reload(
         self, *, block: int, micro: int, saved: Sequence[Token], slot: int | None = None,
@@ -514,7 +514,7 @@ class StepRun:
         device = self._device
         with device.counted():
             tensors = [torch.empty_like(t, device=device.torch_device) for t in kept]
-        device.submit("h2d", ("reload", block, micro), after, lambda: device.copy(tensors, kept))
+        self._streams.submit("h2d", ("reload", block, micro), after, lambda: device.copy(tensors, kept))
         self._blocks.put_back([typed(token) for token in saved], tensors)
 
     def write_offloaded(self, *, block: int, micro: int, slot: int, after: Sequence[Event] = ()) -> None:
@@ -530,7 +530,7 @@ class StepRun:
         move: Callable[[str, torch.Tensor], None],
     ) -> None:  # fmt: skip
         region, buffer = self._held.buffers.spilled(Offloaded(*event[1:]), slot)
-        self._device.submit(stream, event, after, lambda: move(region, buffer))
+        self._streams.submit(stream, event, after, lambda: move(region, buffer))
 
     def _read_loss(self, micro: int) -> None:
         (value,) = self._bound.part.results
@@ -542,7 +542,7 @@ class StepRun:
 
     def all_gather(self, *, group: int, after: Sequence[Event] = ()) -> None:
         place, world = self._blocks.slot_of(group), self._held.world
-        self._device.submit("comm", ("all_gather", group), after, lambda: world.all_gather(place))
+        self._streams.submit("comm", ("all_gather", group), after, lambda: world.all_gather(place))
 
     def reduce(self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()) -> None:
         parts: list[tuple[int, torch.Tensor]] = self._blocks.values[WeightGrad(group, block, micro)]
@@ -550,7 +550,7 @@ class StepRun:
         assert isinstance(place, Shard)
         self._summed[group, block, micro] = [slot for slot, _ in parts]
         event = ("reduce", group, block, micro)
-        self._device.submit("comm", event, after, lambda: fabric.reduce(layout, parts, place))
+        self._streams.submit("comm", event, after, lambda: fabric.reduce(layout, parts, place))
 
     def all_reduce(
         self, *, group: int, block: int, micro: int, shard: Token, after: Sequence[Event] = ()
@@ -558,7 +558,7 @@ class StepRun:
         layout, fabric, place = self._bound.assembly.groups[group], self._held.fabric, typed(shard)
         assert isinstance(place, Shard)
         event = ("all_reduce", group, block, micro)
-        self._device.submit("comm", event, after, lambda: fabric.all_reduce(layout, place))
+        self._streams.submit("comm", event, after, lambda: fabric.all_reduce(layout, place))
 
     def push_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
@@ -573,7 +573,7 @@ class StepRun:
 
         device = self._device
         event = ("push_shard", group, block, micro)
-        device.submit("d2h", event, after, lambda: device.land([source], use))
+        self._streams.submit("d2h", event, after, lambda: device.land([source], use))
 
     def add_shard(
         self, *, group: int, block: int, micro: int, shard: Token, to: Token, after: Sequence[Event] = ()
@@ -586,7 +586,7 @@ class StepRun:
         def add() -> None:
             home.copy_(source) if fresh else home.add_(source)
 
-        self._device.submit("comm", ("add_shard", group, block, micro), after, add)
+        self._streams.submit("comm", ("add_shard", group, block, micro), after, add)
 
     def _shard(self, group: int, shard: Token) -> torch.Tensor:
         """The sum that this rank owns of the group's gradients."""
@@ -605,17 +605,17 @@ class StepRun:
             if self._inputs.check_loss:
                 results.judge(results.losses)
 
-        self._device.submit("host", ("agree",), after, listen)
+        self._streams.submit("host", ("agree",), after, listen)
 
     @contextmanager
     def _computing(self, event: Event, after: Sequence[Event], free: Sequence[Token] = ()) -> Iterator[None]:
         """One timed operation of the compute stream."""
-        self._device.wait(after)
-        start = self._device.clock()
+        self._streams.wait(after)
+        start = self._streams.clock()
         yield
         self._blocks.free(free)
-        self._device.reached(event)
-        self._device.note(event, start)
+        self._streams.reached(event)
+        self._streams.note(event, start)
 
     def push_grad(
         self, *, group: int, block: int, micro: int, to: Token, after: Sequence[Event] = ()
@@ -628,7 +628,7 @@ class StepRun:
         def push() -> OnComplete | None:
             return self._device.push(home, slots, parts, fresh)
 
-        self._device.submit("d2h", ("push_grad", group, block, micro), after, push)
+        self._streams.submit("d2h", ("push_grad", group, block, micro), after, push)
 
     def _land(self, landed: dict[int, set[int]], group: int, slots: Iterable[int]) -> set[int]:
         """Note gradients of some parameters of a group; those of which none waited before."""
@@ -665,7 +665,9 @@ class StepRun:
             threads = device.adam_threads
             add_rows(pieces, fresh, table.stops, ids, landed[0], table.padding, named, threads)
 
-        device.submit("d2h", ("push_rows", group, block, micro), after, lambda: device.land([grad], use))
+        self._streams.submit(
+            "d2h", ("push_rows", group, block, micro), after, lambda: device.land([grad], use)
+        )
 
     def accumulate(
         self, *, group: int, block: int, micro: int, to: Token, free: Any = (), after: Sequence[Event] = ()
@@ -707,7 +709,7 @@ class StepRun:
                 else:
                     norms[name] = torch.tensor(math.sqrt(total), dtype=torch.float32)
 
-        self._device.submit("host", ("norm", group), after, measure)
+        self._streams.submit("host", ("norm", group), after, measure)
 
     def clip_scale(self, *, after: Sequence[Event] = ()) -> None:
         inputs, results, norms = self._inputs, self.results, self._norms
@@ -732,7 +734,7 @@ class StepRun:
                 self._scale = float(torch.clamp(inputs.max_grad_norm / (total + 1e-6), max=1.0))
             results.take_norm(total, origin)
 
-        self._device.submit("host", ("clip_scale",), after, clip)
+        self._streams.submit("host", ("clip_scale",), after, clip)
 
     def read_weights(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
         self._move_state("nvme_read", ("read_weights", group), after, self._offload.read_weights, slot)
@@ -741,7 +743,7 @@ class StepRun:
         self._move_state("nvme_read", ("read_state", group), after, self._offload.read_state, slot)
 
     def write(self, *, group: int, slot: int, after: Sequence[Event] = ()) -> None:
-        progress = self._held.progress.steps[self._device.step]
+        progress = self._held.progress.steps[self._streams.step]
         offload, unwritten = self._offload, self._held.progress.unwritten
 
         def write(group: int, slot: int) -> None:
@@ -761,7 +763,7 @@ class StepRun:
         slot: int,
     ) -> None:
         held, group = self._held, event[1]
-        self._device.submit(stream, event, after, lambda: held.guarded(lambda: move(group, slot)))
+        self._streams.submit(stream, event, after, lambda: held.guarded(lambda: move(group, slot)))
 
     @property
     def _offload(self) -> Offload:
@@ -775,7 +777,7 @@ class StepRun:
         place = typed(grad)
         home = self._held.buffers.gradient(self._bound, group, place)
         slots, state = frozenset(self._held.landed[group]), self._held.state
-        progress = self._held.progress.steps[self._device.step]
+        progress = self._held.progress.steps[self._streams.step]
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
 
         def take() -> None:
@@ -787,14 +789,14 @@ class StepRun:
             threads = self._device.adam_threads
             state.add_momentum(group, home, settings, slots, threads=threads, slot=slot)
 
-        self._device.submit("host", ("momentum", group), after, take)
+        self._streams.submit("host", ("momentum", group), after, take)
 
     def load_update(self, *, group: int, grad: Token, after: Sequence[Event] = ()) -> None:
         sources = self._updates_in(group, grad)
         device = self._device
         with device.counted():
             targets = [torch.empty_like(s, device=device.torch_device) for s in sources]
-        device.submit("h2d", ("load_update", group), after, lambda: device.copy(targets, sources))
+        self._streams.submit("h2d", ("load_update", group), after, lambda: device.copy(targets, sources))
         self._blocks.values[Update(group)] = targets
 
     def orthogonalize(self, *, group: int, after: Sequence[Event] = (), free: Any = ()) -> None:
@@ -811,7 +813,7 @@ class StepRun:
     def push_update(self, *, group: int, to: Token, after: Sequence[Event] = ()) -> None:
         device, targets = self._device, self._updates_in(group, to)
         factors = self._blocks.values[Direction(group)]
-        device.submit("d2h", ("push_update", group), after, lambda: device.copy(targets, factors))
+        self._streams.submit("d2h", ("push_update", group), after, lambda: device.copy(targets, factors))
 
     def free_update(self, *, group: int, after: Sequence[Event] = (), free: Any = ()) -> None:
         self._free(("free_update", group), free, after)
@@ -839,7 +841,7 @@ class StepRun:
             return
         home = self._held.buffers.gradient(self._bound, group, place)
         slots = self._held.landed.pop(group)
-        progress = self._held.progress.steps[self._device.step]
+        progress = self._held.progress.steps[self._streams.step]
         unwritten, state = self._held.progress.unwritten, self._held.state
         deferred = isinstance(place, HostGrad) and "clip_scale" in self._bound.kinds
         rows = self._rows(group) if group in self._bound.rows else None
@@ -862,12 +864,12 @@ class StepRun:
             else:
                 unwritten.add(group)  # its write ends the update
 
-        self._device.submit("host", ("adam", group), after, update)
+        self._streams.submit("host", ("adam", group), after, update)
 
     def adam_rest(self, *, group: int, after: Sequence[Event] = ()) -> None:
         self._check_loss()
         rows, results, threads = self._rows(group), self.results, self._device.adam_threads
-        progress = self._held.progress.steps[self._device.step]
+        progress = self._held.progress.steps[self._streams.step]
         deferred = "clip_scale" in self._bound.kinds
 
         def update() -> None:
@@ -878,12 +880,12 @@ class StepRun:
             rows.update_rest(cast("list[AdamHyper]", self._hypers(deferred)), threads)
             progress.done += 1
 
-        self._device.submit("host", ("adam_rest", group), after, update)
+        self._streams.submit("host", ("adam_rest", group), after, update)
 
     def _update_resident(self, group: int, place: ResidentGrad | PassingGrad) -> None:
         """One update on the compute stream; what agree and clip_scale found is known by now."""
         slots = self._held.resident.landed.pop(group)
-        progress = self._held.progress.steps[self._device.step]
+        progress = self._held.progress.steps[self._streams.step]
         deferred = isinstance(place, ResidentGrad) and "clip_scale" in self._bound.kinds
         gradient = self._held.resident.gradient(group, place)
         if self._leaves_out(group, gradient, slots, deferred):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacompile.errors import ProgramError
 from megacompile.runtime.bound_step import BoundStep
-from megacompile.runtime.device import Device
+from megacompile.runtime.host_memory import HostMemory
 from megacompile.schedule.op_table import Offloaded, Ring, Spill, Token
 from megacompile.schedule.step import Step, offload_buffers, offloads
 from megacompile.state.host_arena import HostArena, Room, padded
@@ -27,9 +27,9 @@ from megacompile.state.nvme import Storage
 class HostBuffers:
     """Buffers by use."""
 
-    def __init__(self, arena: HostArena, device: Device, storage: Storage | None) -> None:
+    def __init__(self, arena: HostArena, host: HostMemory, storage: Storage | None) -> None:
         self.gradients: dict[int, Tensor] = {}  # bytes, by weight group
-        self._device = device
+        self._host = host
         self._storage = storage
         self._arena = Room(arena.take((arena.free_bytes,), torch.uint8))
         self._extra = torch.empty(
@@ -51,14 +51,14 @@ class HostBuffers:
             "gradients": sum(g.nbytes for g in self.gradients.values()),
             "ring": sum(r.nbytes for r in self._ring),
             "offloaded": sum(offloaded) + self._extra.nbytes,
-        } | self._device.host_bytes()
+        } | self._host.nbytes()
 
     @property
     def beside_bytes(self) -> int:
         """Host bytes that the arena had no room for."""
         pieces = [*self.gradients.values(), *self._ring, *self._homes.values()]
         outside = [p for p in pieces if not self._arena.holds(p) and not self._more.holds(p)]
-        return sum(p.nbytes for p in [*outside, self._extra]) + sum(self._device.host_bytes().values())
+        return sum(p.nbytes for p in [*outside, self._extra]) + sum(self._host.nbytes().values())
 
     def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
         """Make the ring as large as a step wants it and allocate its offloaded activations, with nothing
@@ -140,10 +140,10 @@ class HostBuffers:
             self._place(home, self._more, nbytes)
 
     def _more_room(self, nbytes: int) -> None:
-        self._device.host_free(self._extra)
+        self._host.free(self._extra)
         self._extra = torch.empty(0, dtype=torch.uint8)
         self._more = Room(self._extra)
-        self._extra = self._device.host_empty(nbytes + mmap.PAGESIZE)
+        self._extra = self._host.empty(nbytes + mmap.PAGESIZE)
         skipped = -self._extra.data_ptr() % mmap.PAGESIZE  # storage takes whole pages
         self._more = Room(self._extra[skipped : skipped + nbytes])
 
@@ -156,7 +156,7 @@ class HostBuffers:
     def _grown(self, instead_of: Sequence[Tensor], nbytes: int) -> Tensor:
         piece = self._arena.take(nbytes)
         if piece is None:
-            piece = self._device.host_empty(nbytes)
+            piece = self._host.empty(nbytes)
         self._give_back(instead_of)
         return piece
 
@@ -164,7 +164,7 @@ class HostBuffers:
         for piece in pieces:
             room = next((r for r in (self._arena, self._more) if r.holds(piece)), None)
             if room is None:
-                self._device.host_free(piece)
+                self._host.free(piece)
             else:
                 room.give(piece)
 

@@ -69,7 +69,7 @@ def nap(program: megacompile.Program, seconds: float = 0.3) -> None:
     """Keep the host's stream busy, so that what is submitted next has not run when the call returns."""
     runtime = program._session.runtime
     assert runtime is not None
-    runtime.device.submit("host", ("nap",), (), lambda: time.sleep(seconds))
+    runtime.device.streams.submit("host", ("nap",), (), lambda: time.sleep(seconds))
 
 
 @pytest.mark.filterwarnings("ignore:Compiling another program")

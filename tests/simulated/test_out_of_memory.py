@@ -179,7 +179,7 @@ def test_half_an_update_is_not_repeated(streamed: None, monkeypatch: pytest.Monk
     tangent = Blocks._tangent
 
     def full_after_an_update(self: Blocks, value: int, micro: int) -> torch.Tensor:
-        made._session.runtime.device.synchronize()  # type: ignore[union-attr]
+        made._session.runtime.device.streams.synchronize()  # type: ignore[union-attr]
         if any(step.begun for step in progress.steps.values()):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
         return tangent(self, value, micro)

@@ -20,7 +20,7 @@ from megacompile.api.bound_programs import Bindings
 from megacompile.errors import BudgetExceededError
 from megacompile.hardware.caching_allocator import PAGE_BYTES
 from megacompile.kernels._triton import Gpu
-from megacompile.runtime import cuda
+from megacompile.runtime import cuda, cuda_host_memory
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import LOOSE_BYTES, plan_bytes
 from megacompile.runtime.device_state import ResidentState
@@ -93,7 +93,7 @@ def test_where_nothing_is_page_locked_copies_pass_through_buffers(
 ) -> None:
     batches = [batch_for(name, i) for i in range(3)]
     expected, state = train(name, "cpu", batches, **options)
-    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda_host_memory, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = True
     losses, ours = train(name, "cuda", batches, **options)
     assert losses == expected
@@ -108,7 +108,7 @@ def test_no_copy_crosses_from_one_page_locked_piece_to_another(
 ) -> None:
     batches = [batch_for("gpt2", i) for i in range(3)]
     expected, state = train("gpt2", "cpu", batches, max_grad_norm=0.5, compute_dtype=torch.bfloat16)
-    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda_host_memory, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.piece_bytes, gpu.half = 6001, half
     trained = program(build("gpt2"), "cuda", max_grad_norm=0.5, compute_dtype=torch.bfloat16)
     assert [float(trained.train_step(batch).loss) for batch in batches] == expected
@@ -131,7 +131,7 @@ def test_offloads_go_to_nvme_when_they_have_landed(
     plan = planner.plan
     planner.close()
     blocks = tuple(replace(block, checkpoint="all", saved_on="nvme") for block in plan.blocks)
-    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda_host_memory, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = refuses
     plan = replace(plan, blocks=blocks, window=1, workload="")
     losses, ours = train("gpt2", "cuda", batches, plan=plan, offload_dir=tmp_path)
@@ -140,7 +140,7 @@ def test_offloads_go_to_nvme_when_they_have_landed(
 
 
 def test_the_report_says_that_copies_are_staged(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Staging", functools.partial(Staging, piece_bytes=4096))
+    monkeypatch.setattr(cuda_host_memory, "Staging", functools.partial(Staging, piece_bytes=4096))
     gpu.refuses = True
     trained = program(build("plain"), "cuda")
     trained.train_step(batch_for("plain"))

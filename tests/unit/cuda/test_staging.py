@@ -76,9 +76,9 @@ def test_an_upload_waits_for_what_is_on_its_way_to_its_source() -> None:
 def test_what_a_failed_copy_left_in_a_buffer_is_not_landed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(refuses=True)
     device = CudaDevice(fake, 10**9)
-    device._staging = Staging(fake, piece_bytes=64)
+    device.host._staging = Staging(fake, piece_bytes=64)
     first, second = torch.zeros(32), torch.zeros(32)  # two pieces each
-    device.own([first, second])
+    device.host.own([first, second])
     copy, calls = FakeCuda.copy, [0]
 
     def broken(self: FakeCuda, target: Tensor, source: Tensor) -> None:

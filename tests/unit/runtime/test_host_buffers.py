@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megacompile
-from megacompile.runtime.cpu import CpuDevice
+from megacompile.runtime.host_memory import HostMemory
 from megacompile.state.host_arena import HostArena, Room, padded
 from tests.support.models import Deep
 
@@ -54,7 +54,7 @@ def test_what_the_search_takes_to_fit_the_host_is_laid_out(
 ) -> None:
     """Where 1.22 MB suffice, more do: the search and the arena count the same bytes."""
     taken: list[int] = []  # beside the arena
-    monkeypatch.setattr(CpuDevice, "host_empty", lambda self, nbytes: taken.append(nbytes))
+    monkeypatch.setattr(HostMemory, "empty", lambda self, nbytes: taken.append(nbytes))
     model = nn.Sequential(*(Odd() for _ in range(8)))
     program = megacompile.compile(
         model, "850kB", optimizer=torch.optim.AdamW(model.parameters()), host_budget=f"{host}B",
@@ -83,13 +83,13 @@ def step(program: megacompile.Program, rows: int) -> float:
 @pytest.mark.filterwarnings("ignore:Compiling another")
 def test_lengths_that_alternate_use_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    empty = CpuDevice.host_empty
+    empty = HostMemory.empty
 
-    def counted(self: CpuDevice, nbytes: int) -> torch.Tensor:
+    def counted(self: HostMemory, nbytes: int) -> torch.Tensor:
         taken.append(nbytes)
         return empty(self, nbytes)
 
-    monkeypatch.setattr(CpuDevice, "host_empty", counted)
+    monkeypatch.setattr(HostMemory, "empty", counted)
     program = trainer()
     step(program, 64)
     few = program.memory.host_bytes
