@@ -7,7 +7,6 @@ each parameter that is touched, until it is called next.
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 import weakref
@@ -69,6 +68,27 @@ class Owner(Protocol):
 
     def lend(self, name: str) -> None:
         """Lend the model a parameter's value; nothing within a call of the program."""
+
+
+@dataclass
+class _Hold:
+    """A program's hold on a parameter: its ``owner``, if that still exists, and its name there.
+
+    Where it ``lends``, the parameter gets its value when it is touched; else touching is refused.
+    """
+
+    owner: Callable[[], Owner | None]
+    name: str
+    lends: bool
+
+    def copied(self, memo: Any) -> nn.Parameter:
+        """Return a parameter of a plain copy of the model, as its ``__deepcopy__``."""
+        owner = self.owner()
+        if owner is None:
+            raise ProgramError(
+                f"The program that held the values of {self.name} is gone: there is nothing to copy."
+            )
+        return owner.copied(self.name)
 
 
 class Training(Protocol):
@@ -242,11 +262,9 @@ def take(
                 module.register_state_dict_post_hook(_Filler(alone)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(load),  # type: ignore[no-untyped-call]
             ]
-    _OWNED[model] = [
-        *handles,
-    ]
+    _OWNED[model] = handles
     for each in {optimizer, *members_of(optimizer)}:
-        _OWNED[model] += [
+        handles += [
             each.register_step_pre_hook(step),
             each.register_state_dict_pre_hook(moments),
             each.register_load_state_dict_pre_hook(moments),
@@ -255,12 +273,17 @@ def take(
     for name, parameter in model.named_parameters():
         if name in held and type(parameter) is nn.Parameter:
             parameter.__class__ = _OwnedParameter
-        if name in held and lends:
-            vars(parameter)["_lender"] = owner, name
         reduced = types.MethodType(_pickled, parameter) if lends else pickled
         parameter.__reduce_ex__ = reduced  # type: ignore[method-assign]
-        vars(parameter)["_owner"] = weakref.ref(owner)
-        vars(parameter)["__deepcopy__"] = functools.partial(_copy, weakref.ref(owner), name)
+        known = (lambda: owner) if lends else weakref.ref(owner)
+        vars(parameter)["_hold"] = hold = _Hold(known, name, lends and name in held)
+        vars(parameter)["__deepcopy__"] = hold.copied
+
+
+def keep(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
+    """Hold a closed program's values as long as the model is there, for the program that takes it next."""
+    for parameter in parameters:
+        vars(parameter)["_hold"].owner = lambda: owner
 
 
 def lend(parameter: nn.Parameter, *, trains: bool) -> None:
@@ -296,7 +319,7 @@ def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: t
     for parameter in parameters:
         if isinstance(parameter, _LentParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("__reduce_ex__", "__deepcopy__", "_lender", "_owner"):
+        for name in ("__reduce_ex__", "__deepcopy__", "_hold"):
             vars(parameter).pop(name, None)
 
 
@@ -311,21 +334,22 @@ def reclaim(model: nn.Module, optimizer: Any) -> None:
 
 def is_owned(model: nn.Module) -> bool:
     """Return whether a program already owns this model, or a part of it."""
-    return any("__reduce_ex__" in vars(parameter) for parameter in model.parameters())
+    return any("_hold" in vars(parameter) for parameter in model.parameters())
 
 
 def _borrowed(values: Any) -> bool:
     """Have all parameters lent that are among these; returns whether all now have their values."""
     owned = [value for value in pytree.tree_leaves(values) if isinstance(value, _OwnedValues)]
-    for parameter in owned:
-        _borrow(parameter)
+    for value in owned:
+        _borrow(value)
     return not any(isinstance(value, _OwnedValues) for value in owned)
 
 
-def _borrow(parameter: Tensor) -> None:
-    if "_lender" in vars(parameter):
-        lender, name = vars(parameter)["_lender"]
-        lender.lend(name)
+def _borrow(value: Tensor) -> None:
+    """Have a parameter lent, where its program does that; what was detached of one has no value to come."""
+    hold = _hold_of(value)
+    if hold is not None and hold.lends and (owner := hold.owner()) is not None:
+        owner.lend(hold.name)
 
 
 def _pickled(parameter: nn.Parameter, protocol: Any) -> Any:
@@ -350,22 +374,19 @@ def _refuse_values() -> NoReturn:
     )
 
 
+def _hold_of(parameter: Tensor) -> _Hold | None:
+    return vars(parameter).get("_hold")
+
+
 def _owner_of(parameter: Tensor) -> Owner | None:
-    owner: Callable[[], Owner | None] | None = vars(parameter).get("_owner")
-    return None if owner is None else owner()
+    hold = _hold_of(parameter)
+    return None if hold is None else hold.owner()
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:
     owner = _owner_of(parameter)
     if owner is not None:
         owner.drop_gradient(parameter)
-
-
-def _copy(owner: weakref.ref[Owner], name: str, memo: Any) -> nn.Parameter:
-    holder = owner()
-    if holder is None:
-        raise ProgramError(f"The program that held the values of {name} is gone: there is nothing to copy.")
-    return holder.copied(name)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megacompile.state.model_ownership import (
     ZeroGrad,
     give_back,
     is_owned,
+    keep,
     lend,
     parameters_of,
     refuse_own_gradient,
@@ -113,8 +114,8 @@ class ModelValues:
         """Have ``give_up`` hand the values over to another program, with the optimizer that it is given. The
         model keeps them until then, so that they are not lost with the program that is over."""
         self._gives_up = give_up
-        for parameter in self._named.values() if self._owns else ():
-            vars(parameter)["_owner"] = lambda: self
+        if self._owns:
+            keep(self._named.values(), self)
 
     def give_up(self, optimizer: Any) -> None:
         """Leave the values to the model, where :meth:`given_up_by` says how."""
