@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.padding import bucket_length, pad_batch, reach
+from megacompile.capture.padded_length import growing_length, reach
+from megacompile.capture.padding import pad_batch
 from megacompile.errors import (
     MegacompileError,
 )
 
-_SHORT = 256  # a length whose computing takes less time than the weights take to come
 _REFUSED = ("inputs_embeds", "past_key_values", "output_attentions", "output_hidden_states")
 _Model: Any = object  # the class of the model that generates comes next
 
@@ -64,23 +64,13 @@ class _Streamed(_Model):
         assert input_ids is not None
         length = input_ids.shape[1]
         if length > self.padded:
-            self.padded = self._padded_length(length)
+            self.padded = growing_length(length, self.longest, reach(self))
         mask = {"attention_mask": torch.ones_like(input_ids)}  # always there: one program with it and without
         batch = pad_batch({"input_ids": input_ids} | mask | given, self.padded)
         batch["logits_to_keep"] = torch.tensor([length - 1])
         takes = "logits_to_keep" in inspect.signature(self.forward).parameters
         outputs = _NextLogits(() if takes else ("logits_to_keep",))
         return CausalLMOutput(logits=self.predict(batch, outputs=outputs))
-
-    def _padded_length(self, length: int) -> int:
-        """The last length that will be needed, or, where that is far, twice this one: few programs, none of
-        them much longer than what it computes."""
-        limit = reach(self)
-        wanted = bucket_length(
-            min(self.longest, max(2 * length, _SHORT)),
-            longest=limit if limit is not None and length <= limit else None,
-        )
-        return max(length, wanted)
 
 
 def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **options: Any) -> Any:

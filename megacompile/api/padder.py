@@ -21,9 +21,9 @@ from megacompile.capture.batch import (
 )
 from megacompile.capture.loss_cut import LossCut
 from megacompile.capture.loss_padding import LossAtLengths, OutputsAtLengths
+from megacompile.capture.padded_length import PaddingCosts, bucket_length, reach, worth_one_length
 from megacompile.capture.padding import (
     Function,
-    bucket_length,
     computes_as_libraries_do,
     gives_positions,
     hides_padding,
@@ -33,7 +33,6 @@ from megacompile.capture.padding import (
     may_be_padded,
     own_entries,
     pad_batch,
-    reach,
     telling_length,
 )
 from megacompile.capture.rotary_frequencies import turning_lengths
@@ -44,7 +43,6 @@ _COUNTS = (
     "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "
     "let it leave out labels of -100, or what attention_mask hides, or pad batches to a few lengths yourself."
 )
-_APART = 4  # how many times its tokens a step may have, for its micro-batches to be one program
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Padder:
         self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
         self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
         self._told = False
-        self._lost_seconds: dict[tuple[Any, ...], float] = {}  # to padding, by the key that was wanted
+        self._costs = PaddingCosts()  # by the key that was wanted
 
     def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
         """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
@@ -103,9 +101,11 @@ class Padder:
         if not lengths:
             return None
         least, right = max(lengths), ranks is None or ranks.right
-        if ranks is None and least * len(lengths) > _APART * sum(lengths):
+        if ranks is None and not worth_one_length(lengths):
             return None
-        length = least if len(set(lengths)) == 1 and not alike else self._bucket(least)
+        length = (
+            least if len(set(lengths)) == 1 and not alike else bucket_length(least, longest=self._longest)
+        )
         wanted = self._at(micro, length, right)
         if len({batch.key for batch in wanted}) > 1:
             return None
@@ -121,15 +121,9 @@ class Padder:
             ):
                 key = (micro if exact else wanted)[0].key
                 step_seconds, compile_seconds = self._compiler.seconds(longer[0])
-                lost_seconds = self._lost_seconds.get(key, 0.0) + step_seconds * (1 - least / near)
-                if lost_seconds <= compile_seconds:
-                    self._lost_seconds[key] = lost_seconds
+                if self._costs.pay(key, step_seconds * (1 - least / near), compile_seconds):
                     return longer
         return wanted if not exact and self._hides(micro, length, min(lengths)) else None
-
-    def _bucket(self, length: int) -> int:
-        """The length of few that a sequence is padded to; its own, where the longest is shorter."""
-        return max(length, bucket_length(length, longest=self._longest))
 
     def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
         """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""

@@ -1,4 +1,7 @@
-"""Padding: sequences made longer, to one of few lengths, where the model hides that behind a mask."""
+"""Padding: sequences made longer, where the model hides that behind a mask.
+
+To what length, :mod:`megacompile.capture.padded_length` says.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,7 @@ Function = Callable[..., Any]  # of what the forward returned and the batch: the
 IGNORED = -100  # the label of what no loss counts
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "attention_mask": 0}
 _TOKEN_ENTRIES = {"input_ids", "attention_mask", "labels", "shift_labels", "token_type_ids", "position_ids"}
-_SCALED = 1 << 20  # times that no rotary embedding is stretched
 _LIBRARIES = {"torch", "transformers", "peft", "bitsandbytes"}
-
-
-def reach(model: nn.Module) -> int | None:
-    """Return the number of positions that the model has embeddings for, or says that it is for; where rotary
-    embeddings are scaled, those that this reaches."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    names = ("max_position_embeddings", "max_seq_len")  # GPT-2's n_positions is the first of these, too
-    given = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
-    if not given:
-        return None
-    rotary = getattr(text, "rope_parameters", None) or {}
-    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
-    scaled = [
-        int(factor * kind.get("original_max_position_embeddings", given[0]))
-        for kind in kinds
-        if isinstance(factor := kind.get("factor"), (int, float)) and 1 < factor < _SCALED
-    ]
-    return max([given[0], *scaled])
 
 
 def own_entries(model: nn.Module, kwargs: dict[str, Any], function: Function | None) -> set[str]:
@@ -94,13 +77,6 @@ def _is_a_library_s(module: nn.Module) -> bool:
     loss = getattr(module, "_loss_function", None)
     made = {owner.__module__.split(".")[0], getattr(loss, "__module__", "torch").split(".")[0]}
     return made <= _LIBRARIES and "forward" not in vars(module)
-
-
-def bucket_length(length: int, *, longest: int | None = None) -> int:
-    """The padded length: at most a quarter longer (at least 8), so that few programs serve all lengths."""
-    step = max(8, 1 << max(0, length.bit_length() - 3))
-    padded = -(-length // step) * step
-    return padded if longest is None else min(padded, longest)
 
 
 def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[str] = ()) -> dict[str, Any]:

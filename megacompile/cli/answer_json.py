@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megacompile.api.rollout_forecast import Forecast
-from megacompile.capture.padding import reach
+from megacompile.capture.padded_length import reach
 from megacompile.cli.answer_text import Extras, rolls_out
 from megacompile.cli.plan_answer import Answer, Prediction
 from megacompile.cli.step_figures import compute_parts, waits

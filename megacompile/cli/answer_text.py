@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacompile.api.rollout_forecast import Forecast
-from megacompile.capture.padding import reach
+from megacompile.capture.padded_length import reach
 from megacompile.cli.alternatives import WayOut
 from megacompile.cli.fitting_command import Command
 from megacompile.cli.largest_batch import Largest

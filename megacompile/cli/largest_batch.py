@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megacompile.capture.padding import reach
+from megacompile.capture.padded_length import reach
 from megacompile.cli.estimator import Study
 from megacompile.cli.models import Model
 from megacompile.cli.plan_answer import Answer, Question

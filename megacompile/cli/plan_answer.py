@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megacompile.api.frontend import Compiled
-from megacompile.capture.padding import reach
+from megacompile.capture.padded_length import reach
 from megacompile.cli.kernel_worth import Worth, worth
 from megacompile.cli.models import Model
 from megacompile.errors import MegacompileError

@@ -29,13 +29,13 @@ from torch.utils.data import DataLoader
 from transformers import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 
+from megacompile.capture.padded_length import MULTIPLE
 from megacompile.capture.padding import IGNORED
 from megacompile.errors import MegacompileError
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 Grid = tuple[int, int, int]  # frames, and rows and columns of patches
 Shapes = tuple[tuple[int, int], ...]  # rows and columns of image tokens, of a row's images of zeros
-_MULTIPLE = 8  # of a row's tokens and of all image tokens, which matrix products like
 _BATCHES = 256  # random ones, for which buckets are chosen
 _LARGEST_WINDOW = 4  # image tokens a side, up to which each number of windows between the bounds is reached
 _WINDOWS_OVER = 3.25  # of a row's three images, at least, beyond its image tokens / tokens of a window
@@ -427,7 +427,7 @@ class _Fill:
 
 
 def _multiple(x: Tensor) -> Tensor:
-    return (x / _MULTIPLE).ceil() * _MULTIPLE
+    return (x / MULTIPLE).ceil() * MULTIPLE
 
 
 @functools.lru_cache(maxsize=4096)

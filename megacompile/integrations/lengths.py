@@ -28,7 +28,8 @@ def longest_of(program: Program, length: int) -> int:
 
 
 def as_long_as_others(program: Program, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of tokens, padded on the right to the longest of several ranks'."""
+    """A batch of tokens, padded on the right to the longest of several ranks', as upstream pads what it
+    gathers of them; a program alone would pad to buckets, and only where the model hides that."""
     ids = batch.get("input_ids")
     if program.world.size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
         return batch

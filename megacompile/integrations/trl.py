@@ -28,7 +28,8 @@ from megacompile.api.compile import compile
 from megacompile.api.merged_weights import layers_to_merge
 from megacompile.api.program import Program
 from megacompile.capture.module_wrappers import unwrapped
-from megacompile.capture.padding import IGNORED, bucket_length, pad_batch
+from megacompile.capture.padded_length import bucket_length, quarter_length
+from megacompile.capture.padding import IGNORED, pad_batch
 from megacompile.errors import MegacompileError
 from megacompile.integrations.assistant_masks import AssistantMasks
 from megacompile.integrations.compute_loss import OutsideModel
@@ -59,8 +60,6 @@ __all__ = [
     "SFTTrainer",
 ]
 
-_QUARTERS = 4  # the lengths that batches are padded to, of the longest row
-_MULTIPLE = 8  # of tokens, which matrix products like
 _LONGEST_TEXTS = 64  # texts of most characters, one of which has the most tokens, or nearly
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # position_ids say it
 
@@ -213,8 +212,7 @@ class TokenModel(OutsideModel):
         rows = trainer._train_batch_size if _is_packed(batch) else 1
         for longest in (trainer._longest, getattr(trainer.args, "max_length", None)):
             if longest and length <= longest * rows:
-                quarter = -(-longest * rows // (_QUARTERS * _MULTIPLE)) * _MULTIPLE
-                return _lengthened(batch, min(-(-length // quarter) * quarter, longest * rows))
+                return _lengthened(batch, quarter_length(length, longest * rows))
         return _lengthened(batch, bucket_length(length))
 
 

@@ -287,8 +287,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "capture",
-        "megacompile/capture/padding.py",
-        "return padded if longest is None else min(padded, longest)",
+        "megacompile/capture/padded_length.py",
+        "return padded if longest is None else max(length, min(padded, longest))",
         "return padded",
         ("tests/unit/capture/test_padding.py::test_no_batch_is_padded_past_the_positions_of_a_model",),
     ),

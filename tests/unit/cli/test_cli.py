@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
-from megacompile.capture.padding import reach
+from megacompile.capture.padded_length import reach
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.cli import answer_text, models, plan_command
 from megacompile.cli.alternatives import size_text
