@@ -3,8 +3,8 @@
 In: a template of one sequence. Out: its joint graph, where each node's ``meta["along"]`` says which
 dimension of its value is the sequence's (:data:`WHOLE` where that is not one dimension of just that size),
 and :func:`role`, which sorts nodes into those that may run chunk by chunk, those that sum over positions,
-and the rest. Each rule is a sufficient condition; what no rule knows mixes positions, which is always
-right.
+and the rest. What operators do to a dimension, :mod:`~megacompile.graph.sequence_dimension` says. What no
+rule knows mixes positions, which is always right.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks.joint_graph import Joint, joint_of
 from megacompile.blocks.partition import Template
+from megacompile.graph.sequence_dimension import carried
 from megacompile.kernels.registry import called
 
 aten = torch.ops.aten
@@ -30,19 +31,9 @@ WHOLE = -1
 _WIDEST = 2**30  # bytes of one value of a chunk
 Along = int | None  # a dimension; None: the value has none of the sequence's; WHOLE: not one of just its size
 Role = Literal["local", "sum", "mixing"]
-_ALIKE = (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_MOVES = (aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default)
-_OF_ONE_DIMENSION = (
-    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.squeeze.dim, aten._softmax.default,
-    aten._log_softmax.default, aten.slice_backward.default, aten.select_backward.default,
-)  # fmt: skip
-_PLACE = {aten.split.Tensor: 2, aten.slice_backward.default: 2, aten.select_backward.default: 2}
 _SUMMING = aten.native_layer_norm_backward.default, aten.nll_loss_forward.default  # beside what is local
+_BESIDE_SUMS = (*_SUMMING, aten.nll_loss_backward.default)
 MEAN, SUM = 1, 2  # reductions of a loss
-_SPREADS = (aten.slice_backward.default, aten.select_backward.default)
-_SOFTMAX_BACKWARDS = (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-_OVER_DIMENSIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 
 
 def length_of(template: Template) -> int | None:
@@ -163,86 +154,33 @@ def role(node: fx.Node) -> Role:
 
 def _role(node: fx.Node, out: Any) -> Role:
     target, args = node.target, list[Any](node.args)
-    first = args[0]
-    if target in (aten.mm.default, aten.bmm.default):
-        return _of_product(first, args[1], out, rows=int(target is aten.bmm.default))
-    if target is aten.addmm.default:
-        local = first.meta["along"] is None and _of_product(args[1], args[2], out, rows=0) == "local"
-        return "local" if local else "mixing"
-    if target in _OVER_DIMENSIONS:
-        given = args[1] if len(args) > 1 and args[1] else range(_dim(first))
-        if first.meta["along"] not in {d % max(1, _dim(first)) for d in given}:
-            return "local"
-        return "sum" if target is aten.sum.dim_IntList else "mixing"
     if target is aten.embedding_dense_backward.default:
         return "sum" if all(_is_before(a) == 1 for a in args[:2]) else "mixing"
-    return "local" if _is_local(node, out) else "mixing"
-
-
-def _of_product(a: fx.Node, b: fx.Node, out: Along, rows: int) -> Role:
-    """Rows of the left are positions; or both sides are summed over them."""
-    left, right = a.meta["along"], b.meta["along"]
-    if (left, right, out) == (rows, None, rows):
+    given = {a: a.meta["along"] for a in node.all_input_nodes if a.meta["along"] is not None}
+    if target in _BESIDE_SUMS or called(target) is not None:
+        return "local" if _is_alone(node, out, given) else "mixing"
+    ends = {carried(node, a)[along] for a, along in given.items()}
+    if None not in ends and ends == set(out if isinstance(out, tuple) else (out,)):
         return "local"
-    return "sum" if (left, right, out) == (rows + 1, rows, None) and rows == 0 else "mixing"
+    product = target is aten.mm.default and [a.meta["along"] for a in args] == [1, 0]
+    return "sum" if out is None and (product or target is aten.sum.dim_IntList) else "mixing"
 
 
-def _is_local(node: fx.Node, out: Any) -> bool:
-    target, args = node.target, list[Any](node.args)
-    assert isinstance(target, torch._ops.OpOverload)
-    first = args[0]
-    if target is aten.cat.default:
-        dim = args[1] if len(args) > 1 else 0
-        return bool(all(a.meta["along"] == out for a in first) and dim % _dim(node) != out)
-    if torch.Tag.pointwise in target.tags:
-        return _same_dimension(node, out)
-    if not isinstance(first, fx.Node):
-        return False  # a list, as of what is stacked
-    along = first.meta["along"]
-    if target is aten.embedding.default:
-        return along is None and out is not None
-    if target is aten.nll_loss_forward.default:
-        return along == 0 and args[2] is None and args[3] == SUM
-    if target is aten.nll_loss_backward.default:
+def _is_alone(node: fx.Node, out: Any, given: dict[fx.Node, int]) -> bool:
+    """Return whether an operator of ours, or one beside whose results are sums, acts on positions alone."""
+    args, call = list[Any](node.args), called(node.target)
+    first, along = args[0], given.get(args[0])
+    if node.target is aten.nll_loss_backward.default:
         return along is None and out == 0
-    call = called(target)
-    if call is not None and call.spec.along == "rows":
-        rows = [a for a in node.all_input_nodes if a.meta["along"] is not None]
-        return along is not None and along < _dim(first) - 1 and all(_is_before(a) == 1 for a in rows)
-    if call is not None and call.spec.along == "elements":
-        behind = {_dim(a) - a.meta["along"] for a in node.all_input_nodes if a.meta["along"] is not None}
-        return along is not None and len(behind) == 1
-    return along is not None and _keeps_dimension(node, args, along, out)
-
-
-def _keeps_dimension(node: fx.Node, args: list[Any], along: int, out: Any) -> bool:
-    """Return whether an operator of one tensor, or with others like it, leaves the sequence's dimension
-    alone."""
-    target, first = node.target, args[0]
-    if target in _RESHAPES:
-        return out is not None and _is_before(first) == _is_before(node)
-    if target in (*_MOVES, *_ALIKE, aten.expand.default):
-        return out is not None
-    if target in _OF_ONE_DIMENSION:
-        place = _PLACE.get(target, 1)
-        dim = args[place] if len(args) > place else 0
-        outs = out if isinstance(out, tuple) else (out,)
-        given = target not in _SPREADS  # the dimension counts in what it is given, not in the result
-        return None not in outs and bool(dim % _dim(first if given else node) != (along if given else out))
-    if target in _SOFTMAX_BACKWARDS:
-        return bool(args[2] % _dim(first) != along) and _same_dimension(node, out)
-    if target is aten.native_layer_norm.default:
-        return along < _dim(first) - len(args[1])
-    return target is aten.native_layer_norm_backward.default and along < _dim(first) - len(args[2])
-
-
-def _same_dimension(node: fx.Node, out: Along) -> bool:
-    """Return whether each argument that has positions has them where the result does, from the right."""
-    if out is None:
+    if along is None:
         return False
-    behind = len(node.meta["val"].shape) - out
-    given = [a for a in node.all_input_nodes if a.meta["along"] is not None]
-    return all(_dim(a) - a.meta["along"] == behind for a in given)
+    if call is None:
+        if node.target is aten.nll_loss_forward.default:
+            return along == 0 and args[2:4] == [None, SUM]
+        return along < _dim(first) - len(args[2])  # of a norm
+    if call.spec.along == "rows":
+        return along < _dim(first) - 1 and all(_is_before(a) == 1 for a in given)
+    return call.spec.along == "elements" and len({_dim(a) - d for a, d in given.items()}) == 1
 
 
 def _dim(node: fx.Node) -> int:

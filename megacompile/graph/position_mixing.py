@@ -11,32 +11,19 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-from megacompile.graph.sequence_dimension import arguments, name_of
+from megacompile.graph.sequence_dimension import PRODUCTS, VIEWS, arguments, name_of, worked_over
 
 _MIXING = ("_fft_", "conv", "im2col", "pool", "flip", "roll", "einsum", "pad")  # whatever a mask says
-_PRODUCT_NAMES = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear"}  # over the left one's last dimension
-_OVER_ALL_POSITIONS = {
-    "sum",
-    "mean",
-    "max",
-    "min",
-    "prod",
-    "std",
-    "var",
-    "norm",
-    "linalg_vector_norm",
-}  # of all elements
-_MOVING = {
-    *("cat", "stack", "squeeze", "unsqueeze", "permute"),
-    *("gather", "index_select", "scatter", "index_add"),
-}
+_PRODUCTS = {*PRODUCTS, "baddbmm"}
+# if told no dimensions
+_OVER_ALL = {"sum", "mean", "max", "min", "prod", "std", "var", "norm", "linalg_vector_norm"}
+_MOVING = {"cat", "stack", "permute", "gather", "index_select", "scatter", "index_add"}
 _CUTTING = {"slice", "pad", "constant_pad_nd"}  # or nothing, where the shape stays
-_RESHAPES = {"view", "reshape", "_unsafe_view"}
 _LAYING = {"add", "sub", "masked_fill", "where"}  # a mask over scores
 _SOFTMAX = {"softmax", "_softmax"}
 _KEEPING = {
     *("_to_copy", "to", "type_as", "expand", "clone", "alias", "dropout", "mul", "div"),
-    *_RESHAPES,
+    *("view", "reshape", "_unsafe_view"),
 }
 
 
@@ -53,7 +40,7 @@ def masked(graph: fx.Graph, masks: set[fx.Node]) -> set[fx.Node]:
             shares.add(node)
         elif name in _KEEPING and first in laid:
             laid.add(node)
-        elif name in _PRODUCT_NAMES and first in shares:
+        elif name in _PRODUCTS and first in shares:
             products.add(node)
     return shares | products
 
@@ -69,12 +56,12 @@ def mixes(node: fx.Node, length: int) -> bool:
         return False
     if any(part in name for part in _MIXING) and not _is_causal(node, length):
         return any(length in v.shape for v in (given[0], made) if _is_float(v))
-    if name in _PRODUCT_NAMES:
+    if name in _PRODUCTS:
         left = node.args[1 if "add" in name else 0]
         return isinstance(left, fx.Node) and left.meta["val"].shape[-1] == length
     if length not in given[0].shape or name in _MOVING:
         return False
-    if name in _RESHAPES:
+    if name in VIEWS:
         return not _keeps_whole(given[0].shape, made.shape, length)
     return any(given[0].shape[d] == length for d in _dimensions(node, given[0].dim()))
 
@@ -113,16 +100,12 @@ def _reads_first(node: fx.Node, length: int) -> bool:
     return last and first and found["step"] == 1 and made.shape[-1] <= length
 
 
-def _dimensions(node: fx.Node, rank: int) -> list[int]:
+def _dimensions(node: fx.Node, rank: int) -> set[int]:
     """The dimensions over which an operator works; where it only takes the start of one, none."""
     found = arguments(node)
-    if found.get("start", 1) in (0, None) or found.get("index", 1) == 0:
-        return []
-    if "dim" not in found and "dims" not in found:
-        return list(range(rank)) if name_of(node) in _OVER_ALL_POSITIONS else []
-    dims = found.get("dim", found.get("dims"))
-    dims = range(rank) if dims is None or dims == [] else dims
-    return [dims] if isinstance(dims, int) else list(dims)
+    takes_start = found.get("start", 1) in (0, None) or found.get("index", 1) == 0
+    told = "dim" in found or "dims" in found
+    return worked_over(node, rank) if not takes_start and (told or name_of(node) in _OVER_ALL) else set()
 
 
 def _is_float(found: Any) -> TypeGuard[Tensor]:

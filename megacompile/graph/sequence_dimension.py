@@ -1,15 +1,20 @@
-"""Where the values of a graph have their positions, as long as no position reads a later one.
+"""What operators do to the dimension of a sequence: one analysis, for padding and for chunks of positions.
 
-The property that is followed from node to node: *an element of position p in row b depends on positions up
-to p of row b alone*. Operators on elements, or over other dimensions than those of rows and positions, keep
-it, and so does causal attention. Of any other operator nothing is known, and so it is refused.
+:func:`carried` says of an operator's argument which of its dimensions are dimensions of the result too,
+where each element is made of that element alone, and which the operator works over. Each rule is a sufficient
+condition. What no rule knows works over all dimensions.
+
+:class:`Positions` follows a property from node to node with it: *an element of position p in row b depends on
+positions up to p of row b alone*. Operators on elements, or over other dimensions than those of rows and
+positions, keep it, and so do causal attention, parts and joined parts. Of any other operator nothing is
+known, and so it is refused.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +23,8 @@ from torch import Tensor, fx
 
 Dims = tuple[int, int]
 """The dimensions of rows and of positions; one and the same where they are flattened into one."""
+Carried = tuple[int | None, ...]
+"""Of each dimension of an argument the result's, or None."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,34 @@ def first_value(node: fx.Node) -> Tensor:
     return found
 
 
+def worked_over(node: fx.Node, rank: int) -> set[int]:
+    """Return the dimensions, of an argument's ``rank``, that an operator is told to work over: all, where it
+    is told none."""
+    named = arguments(node)
+    dims = named.get("dim", named.get("dims"))
+    if dims is None or dims == []:
+        dims = range(-len(named.get("normalized_shape", ())), 0) or range(rank)
+    return {d % max(1, rank) for d in ([dims] if isinstance(dims, int) else dims)}
+
+
+def carried(node: fx.Node, argument: fx.Node) -> Carried:
+    """Return for each dimension of an argument the result's, where an index of it is made of the same index
+    alone; None where it is made of others too, or where that is not known.
+
+    Results and arguments of several tensors have their positions in the same dimensions: the first one stands
+    for all.
+    """
+    if not isinstance(argument.meta.get("val"), (Tensor, tuple, list)):
+        return ()
+    rule = _RULES.get(name_of(node))
+    if rule is None and (
+        node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    ):
+        rule = _elements
+    rank = first_value(argument).dim()
+    return (None,) * rank if rule is None else rule(node, argument)
+
+
 class Positions:
     """The places of all values that depend on tokens."""
 
@@ -110,110 +145,121 @@ class Positions:
 
     def _place_of(self, node: fx.Node, given: list[fx.Node]) -> Place | None:
         name, place = name_of(node), self._places[given[0]]
-        if name in _VIEW_OPERATORS:
+        if name in VIEWS:  # in terms of elements, so that dimensions may be joined
             return place if first_value(node).dtype == first_value(given[0]).dtype else None
         if any(self.dims(n) is None for n in given):
             return None
-        rule = _POSITION_RULES.get(name)
-        if rule is None and (
-            node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        ):
-            rule = _elements
-        found = rule(self, node, given) if rule is not None else None
-        return place.moved(first_value(node).shape, found) if isinstance(found, tuple) else found
+        if name in _OF_POSITIONS and (found := _OF_POSITIONS[name](self, node, given)) is not None:
+            return found
+        places = [self._places[n] for n in given]
+        ends = {self._moved(node, n) for n in given}
+        (dims, *others) = ends
+        if others or dims is None or len({(p.length, p.first) for p in places}) > 1:
+            return None
+        return place.moved(first_value(node).shape, dims)
+
+    def _moved(self, node: fx.Node, argument: fx.Node) -> Dims | None:
+        """The dimensions of the result that an argument's rows and positions are in."""
+        dims, over = self.dims(argument), carried(node, argument)
+        assert dims is not None
+        row, token = (over[d] for d in dims)
+        return None if row is None or token is None else (row, token)
 
     def dims(self, node: fx.Node) -> Dims | None:
         """The dimensions of rows and positions of a value."""
         return self._places[node].dims(first_value(node).shape)
 
-    def alike(self, nodes: Iterable[fx.Node]) -> bool:
-        """Return whether values have the same positions, in the same dimensions counted from the last one."""
-        forms = set()
-        for node in nodes:
-            place, dims, shape = self._places[node], self.dims(node), first_value(node).shape
-            assert dims is not None
-            at = tuple(d - len(shape) for d in dims)
-            forms.add((at, shape[dims[0]], place.length, place.first))
-        return len(forms) == 1
 
-
-def _elements(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
+def _elements(node: fx.Node, argument: fx.Node) -> Carried:
     """An operator on elements that are aligned, as broadcasting does, from the last dimension on."""
-    shape, own, dims = first_value(node).shape, first_value(given[0]).shape, known.dims(given[0])
-    assert dims is not None
-    moved = dims[0] + len(shape) - len(own), dims[1] + len(shape) - len(own)
-    kept = all(shape[there] == own[here] for here, there in zip(dims, moved, strict=True))
-    return moved if kept and known.alike(given) else None
+    shape, own = first_value(node).shape, first_value(argument).shape
+    behind = len(shape) - len(own)
+    return tuple(d + behind if shape[d + behind] == size else None for d, size in enumerate(own))
 
 
-def _looked_up(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
+def _viewed(node: fx.Node, argument: fx.Node) -> Carried:
+    """Dimensions that stay whole, with as many elements behind each."""
+    shape, own = first_value(node).shape, first_value(argument).shape
+    places = {(size, math.prod(shape[d + 1 :])): d for d, size in enumerate(shape) if size > 1}
+    return tuple(places.get((size, math.prod(own[d + 1 :]))) for d, size in enumerate(own))
+
+
+def _looked_up(node: fx.Node, argument: fx.Node) -> Carried:
     """Rows of a table that is the same for all positions."""
-    return known.dims(given[0]) if given == [arguments(node)["indices"]] else None
+    rank = first_value(argument).dim()
+    return tuple(range(rank)) if argument is arguments(node)["indices"] else (None,) * rank
 
 
-def _product(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
+def _product(node: fx.Node, argument: fx.Node) -> Carried:
     """A product with a matrix that is the same for all positions, not over the positions."""
-    left = node.args[1 if name_of(node) == "addmm" else 0]
-    dims, rank = known.dims(given[0]), first_value(given[0]).dim()
-    assert dims is not None
-    return dims if given == [left] and rank - 1 not in dims and first_value(node).dim() == rank else None
+    rank, at = first_value(argument).dim(), int(name_of(node) == "addmm")
+    others = [a for i, a in enumerate(node.args) if i != at]
+    if argument is not node.args[at] or argument in others or first_value(node).dim() != rank:
+        return (None,) * rank
+    return (*range(rank - 1), None)
 
 
-def _permuted(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
-    rank, dims, named = first_value(node).dim(), known.dims(given[0]), arguments(node)
-    assert dims is not None
-    order = list(range(rank))
+def _permuted(node: fx.Node, argument: fx.Node) -> Carried:
+    rank, named = first_value(node).dim(), arguments(node)
+    order = list(reversed(range(rank)))  # of t, which names none
     if "dims" in named:
         order = [d % rank for d in named["dims"]]
-    else:
+    elif "dim0" in named:
         a, b = named["dim0"] % rank, named["dim1"] % rank
-        order[a], order[b] = order[b], order[a]
-    return order.index(dims[0]), order.index(dims[1])
+        order = list(range(rank))
+        order[a], order[b] = b, a
+    return tuple(order.index(d) for d in range(rank))
 
 
-def _over(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
-    """An operator over some dimensions, none of them of rows or positions, one of which it may drop."""
-    named, value, dims = arguments(node), first_value(given[0]), known.dims(given[0])
-    assert dims is not None
-    over = named.get("dim", range(-len(named.get("normalized_shape", ())), 0))
-    over = {d % value.dim() for d in ([over] if isinstance(over, int) else over or range(value.dim()))}
-    if over & set(dims) or not known.alike(given):
-        return None
-    dropped = over if first_value(node).dim() < value.dim() else set()
-    return dims[0] - sum(d < dims[0] for d in dropped), dims[1] - sum(d < dims[1] for d in dropped)
+def _over(node: fx.Node, argument: fx.Node) -> Carried:
+    """An operator over some dimensions, one of which it may drop."""
+    first, rank = next(iter(arguments(node).values())), first_value(argument).dim()
+    parts = first if isinstance(first, (list, tuple)) else [first]
+    if argument not in parts and first_value(argument).shape != first_value(parts[0]).shape:
+        return (None,) * rank  # such as a norm's weight
+    over = worked_over(node, rank)
+    dropped = over if first_value(node).dim() < rank else set()
+    return tuple(None if d in over else d - sum(o < d for o in dropped) for d in range(rank))
 
 
-def _joined(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | Place | None:
-    """Several values behind each other, in the dimension of positions where each goes on where one ends."""
+def _spread(node: fx.Node, argument: fx.Node) -> Carried:
+    """The gradient of a part: zeros around it, in a dimension of its own or in one that it has."""
+    rank, whole = first_value(argument).dim(), first_value(node).dim()
+    (at,) = worked_over(node, whole)
+    if rank < whole:
+        return tuple(d + (d >= at) for d in range(rank))
+    return tuple(None if d == at else d for d in range(rank))
+
+
+def _stacked(node: fx.Node, argument: fx.Node) -> Carried:
+    """Several values beside each other in a dimension of their own."""
+    at = arguments(node)["dim"] % first_value(node).dim()
+    return tuple(d + (d >= at) for d in range(first_value(argument).dim()))
+
+
+def _joined(known: Positions, node: fx.Node, given: list[fx.Node]) -> Place | None:
+    """Several values behind each other in the dimension of positions, where each goes on where one ends."""
     named, dims = arguments(node), known.dims(given[0])
     assert dims is not None
     parts = named["tensors"]
-    if named["dim"] % first_value(node).dim() != dims[1]:
-        return _over(known, node, given)
     places = [known[part] for part in parts if part in known]
     ends = [place.first + place.length for place in places]
     goes_on = all(place.first == end for place, end in zip(places[1:], ends, strict=False))
     apart = dims[0] != dims[1] or places[0].rows == 1
-    if not (goes_on and apart and len(places) == len(parts) and {known.dims(p) for p in parts} == {dims}):
+    along = named["dim"] % first_value(node).dim() == dims[1]
+    if not (
+        along and goes_on and apart and len(places) == len(parts) and {known.dims(p) for p in parts} == {dims}
+    ):
         return None
     whole = replace(places[0], length=ends[-1] - places[0].first)
     return whole.moved(first_value(node).shape, dims)
 
 
-def _stacked(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
-    """Several values beside each other in a dimension of their own."""
-    at, dims = arguments(node)["dim"] % first_value(node).dim(), known.dims(given[0])
-    assert dims is not None
-    return (dims[0] + (dims[0] >= at), dims[1] + (dims[1] >= at)) if known.alike(given) else None
-
-
-def _sliced(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | Place | None:
-    """A part of any dimension, also of that of positions where rows are apart."""
+def _sliced(known: Positions, node: fx.Node, given: list[fx.Node]) -> Place | None:
+    """A part of the dimension of positions, where rows are apart."""
     named, value, dims = arguments(node), first_value(given[0]), known.dims(given[0])
     assert dims is not None
     dim, start = named["dim"] % value.dim(), named["start"] or 0
-    if dim not in dims:
-        return dims
     shape, place = first_value(node).shape, known[given[0]]
     flattened = dims[0] == dims[1] and place.rows > 1
     if dim != dims[1] or flattened or named["step"] != 1 or start < 0:
@@ -221,30 +267,43 @@ def _sliced(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | Pla
     return replace(place, length=shape[dim], first=place.first + start).moved(shape, dims)
 
 
-def _attended(known: Positions, node: fx.Node, given: list[fx.Node]) -> Dims | None:
+def _attended(known: Positions, node: fx.Node, given: list[fx.Node]) -> Place | None:
     """Causal attention [B, H, T, D] of queries over keys of the same positions."""
-    named = arguments(node)
+    named, places = arguments(node), [known[n] for n in given]
     rows, tokens = known.dims(given[0]) or (-1, -1)
     queries = {named["q"], named["k"], named["v"]}
     lengths = {x.meta["val"].shape[2] for x in queries}
     causal = named["causal"] and len(lengths) == 1 and queries.issuperset(given)
-    return (rows, tokens) if causal and known.alike(given) and tokens == 2 and rows in (0, 2) else None
+    apart = rows == 0 or (rows == 2 and places[0].rows == 1)
+    alike = {(*(known.dims(n) or ()), p.rows, p.length, p.first) for n, p in zip(given, places, strict=True)}
+    if not (causal and len(alike) == 1 and tokens == 2 and apart):
+        return None
+    return places[0].moved(first_value(node).shape, (rows, tokens))
 
 
+VIEWS = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten"}
+PRODUCTS = {"linear", "mm", "matmul", "bmm", "addmm"}  # over the left one's last dimension
 _SHAPES_ALONE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-_VIEW_OPERATORS = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten"}
-_POSITION_RULES: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Dims | Place | None]] = {
+_RULES: dict[str, Callable[[fx.Node, fx.Node], Carried]] = {
     **dict.fromkeys(
         ("clone", "alias", "detach", "_to_copy", "to", "type_as", "expand", "dropout"), _elements
     ),
+    **dict.fromkeys(VIEWS, _viewed),
     "embedding": _looked_up,
-    **dict.fromkeys(("linear", "mm", "matmul", "bmm", "addmm"), _product),
-    **dict.fromkeys(("permute", "transpose"), _permuted),
-    **dict.fromkeys(("sum", "mean", "amax", "var", "var_mean", "softmax", "log_softmax", "logsumexp"), _over),
+    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(("permute", "transpose", "t"), _permuted),
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "var_mean"), _over),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _over),
     **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm"), _over),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "select", "unbind", "argmax"), _over),
-    "cat": _joined,
+    **dict.fromkeys(
+        ("split", "split_with_sizes", "chunk", "select", "unbind", "argmax", "slice", "cat"), _over
+    ),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _over),
+    **dict.fromkeys(("slice_backward", "select_backward"), _spread),
     "stack": _stacked,
+}
+_OF_POSITIONS: dict[str, Callable[[Positions, fx.Node, list[fx.Node]], Place | None]] = {
+    "cat": _joined,
     "slice": _sliced,
     "attention": _attended,
 }

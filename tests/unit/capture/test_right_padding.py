@@ -133,6 +133,7 @@ UNSOUND: dict[str, tuple[Any, Any]] = {
     "flipped": (lambda w, h: attends(w, h.flip(1)), shifted),
     "rolled": (lambda w, h: attends(w, h).roll(-2, 1), shifted),
     "rows attend to rows": (lambda w, h: attends(w, h.transpose(0, 1)).transpose(0, 1), shifted),
+    "rows behind each other": (lambda w, h: attends(w, h.view(1, -1, 16)).view(h.shape), shifted),
     "positions are columns": (lambda w, h: attends(w, h.mT.reshape(h.shape)), shifted),
     "positions in threes": (
         lambda w, h: attends(w, h.view(2, 8, 3, 16).mean(2).repeat_interleave(3, 1)),
