@@ -26,9 +26,10 @@ from megacompile.blocks import memory_meter
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import partition
 from megacompile.blocks.policies import differentiate
+from megacompile.capture.attempts import capture
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
+from megacompile.capture.trace import How, Request
 from megacompile.graph.captured import Captured
 from megacompile.graph.fusion_rewriter import PATTERNS, fuse, read_switches
 
@@ -69,7 +70,8 @@ def measure(tokens: int) -> tuple[list[Rows], str]:
         model = LlamaForCausalLM(config).train()
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
-    plain = capture(model, batch.args, batch.kwargs, forms=parameter_forms(model, torch.bfloat16))
+    forms = parameter_forms(model, torch.bfloat16)
+    plain = capture(Request(model, batch.args, batch.kwargs, forms, set(forms)), How()).get()
     fused, fusions = fuse(plain, read_switches(True))
     columns = [_rows(plain, tokens), _rows(fused, tokens)]
     with triton_path():

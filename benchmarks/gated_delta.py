@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.capture import replacements
+from megacompile.capture.attempts import capture
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
+from megacompile.capture.trace import How, Request
 
 _COLUMNS = ("tokens", "", "capture", "nodes", "step", "least budget")
 
@@ -68,7 +69,12 @@ def compiled(batch: dict[str, Tensor], how: str) -> list[str]:
     """The row of programs that hold the operator, or the loops."""
     forms = parameter_forms(model(), torch.float32)
     nodes = []
-    capturing = seconds(lambda: nodes.append(len(capture(model(), (), batch, forms=forms).graph.nodes)))
+
+    def captured() -> None:
+        graph = capture(Request(model(), (), batch, forms, set(forms)), How()).get().graph
+        nodes.append(len(graph.nodes))
+
+    capturing = seconds(captured)
     program = program_of("8GB")
     program.train_step(batch)
     step = seconds(lambda: float(program.train_step(batch).loss), 2)

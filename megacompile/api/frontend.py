@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,13 +23,13 @@ from megacompile.blocks.partition import Partition, Template, partition
 from megacompile.blocks.template_cache import differentiate_once
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.blocks.whole_sequences import why_whole
+from megacompile.capture.attempts import Attempts, capture, with_values
 from megacompile.capture.batch import Batch
-from megacompile.capture.frozen_parts import frozen_part
 from megacompile.capture.loss_value import LossFn
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
-from megacompile.capture.trace import TRACING, capture
-from megacompile.errors import CaptureError, MegacompileError, UntraceableError
+from megacompile.capture.trace import TRACING, How, Request
+from megacompile.errors import CaptureError, MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
 from megacompile.graph.captured import Captured, Prologue
 from megacompile.graph.forward_outputs import OutputsFn
@@ -46,8 +45,6 @@ from megacompile.planner.tiling import TilingCandidate, tiling_candidates
 from megacompile.state.moment_formats import Form
 from megacompile.state.optimizer import param_group_of
 from megacompile.state.torch_optimizer import TorchOptimizer
-
-_LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class Frontend:
         inductor: torch.device | None = None,
         gpu: Gpu | None = None,
         distributed: bool = False,
-        capture: Callable[..., Captured] = capture,
+        capture: Callable[[Request, How], Attempts[How, Captured]] = capture,
         differentiate: Callable[..., DifferentiatedTemplate] = differentiate_once,
     ) -> None:
         self.model, self.compute_dtype, self.loss_fn = model, compute_dtype, loss_fn
@@ -127,7 +124,7 @@ class Frontend:
         self._inductor, self._gpu = inductor, gpu
         self._distributed = distributed
         self._capture, self._differentiated_by = capture, differentiate
-        self._parts_for_real: dict[str, str] = {}  # frozen ones that cannot be traced, and why
+        self._parts_for_real: Mapping[str, str] = {}  # frozen ones that cannot be traced, and why
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
@@ -280,40 +277,23 @@ class Frontend:
             return front
 
     def _captured(self, batch: Batch, evaluate: bool) -> Captured:
-        """Capture one kind of batch; what its forward reads of its values is computed on the host."""
-
-        def capture(*, padded_right: bool, **host: bool) -> Captured:
-            return self._capture(
-                self.model,
-                batch.args,
-                batch.kwargs,
-                forms=self._forms,
-                trained=self._trained,
-                loss_fn=self.loss_fn,
-                evaluate=evaluate,
-                outputs=batch.outputs,
-                padded_right=padded_right,
-                hides_nothing=batch.hides_nothing,
-                **host,
-                **({"parts": self._parts_for_real} if self._parts_for_real else {}),
-            )
-
-        if self.reads_values(batch):
-            return capture(padded_right=False, reads_values=True)
-        padded_right = batch.padded_right and batch.outputs not in self._seeing
-        try:
-            captured = capture(padded_right=padded_right)
-        except UntraceableError:
-            try:
-                return capture(padded_right=False, reads_values=True)
-            except UntraceableError as error:
-                part = frozen_part(self.model, error.module, self._trained)
-                if part is None or part in self._parts_for_real:
-                    raise
-                self._parts_for_real[part] = str(error).partition(" be captured")[2].lstrip(" :").rstrip(".")
-                _LOG.warning("%s is frozen and cannot be traced: it runs in eager PyTorch", part)
-                return self._captured(batch, evaluate)
-        if batch.padded_right and not captured.blind:
+        """Capture one kind of batch in the way that earlier ones of the model have shown, if in any."""
+        request = Request(
+            self.model,
+            batch.args,
+            batch.kwargs,
+            forms=self._forms,
+            trained=self._trained,
+            loss_fn=self.loss_fn,
+            evaluate=evaluate,
+            outputs=batch.outputs,
+            padded_right=batch.padded_right and batch.outputs not in self._seeing,
+            hides_nothing=batch.hides_nothing,
+        )
+        how = How(parts=self._parts_for_real)
+        attempts = self._capture(request, with_values(how) if self.reads_values(batch) else how)
+        self._parts_for_real, captured = attempts.how.parts, attempts.get()
+        if batch.padded_right and not (captured.blind or attempts.how.reads_values):
             self._seeing.append(batch.outputs)
         return captured
 

@@ -33,6 +33,7 @@ from megacompile.api.pipeline import Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
 from megacompile.api.session import CLOSED, Session
+from megacompile.capture.attempts import Attempts, OwnLoss
 from megacompile.capture.batch import Batch, micro_weights
 from megacompile.capture.loss_cut import LossCall, warning
 from megacompile.distributed.world import World
@@ -78,27 +79,23 @@ def cuts_loss(method: M) -> M:
     @functools.wraps(method)
     def call(program: Program, /, batch: Any, **options: Any) -> Any:
         session = program._session
-        try:
+        ours = session.intake.cut is not None or session.world.size > 1
+        if ours or options.get("outputs") or options.get("loss"):
             return method(program, batch, **options)
-        except UntraceableError as error:
-            ours = session.intake.cut is not None or session.world.size > 1
-            if ours or options.get("outputs") or options.get("loss"):
-                raise
-            refused: CaptureError = error
-        for cut in session.intake.cuts(batch):
-            session.intake.cut_by(cut)
+        attempts: Attempts[OwnLoss, Any] = Attempts(OwnLoss())
+        for loss in attempts:
+            session.intake.cut_by(loss.cut)
             try:
-                result = method(program, batch, **options)
-            except BudgetError:
-                raise
-            except MegacompileError as other:  # the forward cannot do without these labels, or cannot be cut
+                attempts.outcome = method(program, batch, **options)
+            except MegacompileError as error:
+                if isinstance(error, BudgetError) or not (loss.cut or isinstance(error, UntraceableError)):
+                    raise
                 session.intake.cut_by(None)
-                if isinstance(other, CaptureError) and not isinstance(other, UntraceableError):
-                    refused = other  # it could be, but for this
-                continue
-            warnings.warn(warning(program.model, cut, refused), stacklevel=4)
-            return result
-        raise refused
+                attempts.outcome = loss.failed(error, lambda: session.intake.cuts(batch))
+        result, loss = attempts.get(), attempts.how
+        if loss.cut is not None and loss.why is not None:
+            warnings.warn(warning(program.model, loss.cut, loss.why), stacklevel=4)
+        return result
 
     return cast("M", call)
 

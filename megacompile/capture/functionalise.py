@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.exported_graph import CHECKS
-from megacompile.capture.repeated_layers import LAYER, LayersDifferError
+from megacompile.capture.repeated_layers import LAYER
 from megacompile.errors import CaptureError
 from megacompile.graph.node_storage import is_view, reached
 
@@ -67,7 +67,7 @@ _Values = dict[fx.Node, Any]  # what a node became: a node, or a list of nodes
 
 
 class _NeedsTorchError(Exception):
-    """Something that a call's form does not describe."""
+    """Something that a call's form does not describe, or the nodes of a repeated layer do not."""
 
 
 class _Form:
@@ -90,8 +90,11 @@ class _Form:
         return self.target(*args, **kwargs)
 
 
-def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
-    """The graph without writes, regions and composite operators, and the signature that names its inputs."""
+def functionalise(
+    exported: torch.export.ExportedProgram,
+) -> tuple[fx.Graph, ExportGraphSignature] | None:
+    """The graph without writes, regions and composite operators, and the signature that names its inputs;
+    None where a layer that others repeat cannot be repeated."""
     _keep_gradient_barriers(exported.graph_module)
     _unmark_single(exported.graph_module)
     for module in _graphs(exported.graph_module):
@@ -103,7 +106,7 @@ def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Exp
         return _rewritten(exported.graph_module, became), exported.graph_signature
     except _NeedsTorchError:
         if any(_marks(exported.graph_module)):
-            raise LayersDifferError from None
+            return None
         for module in _graphs(exported.graph_module):
             module.recompile()  # with the barriers that were put in
         _drop_other_names(exported)
@@ -375,7 +378,7 @@ def _refuse_leaks(mark: fx.Node, nodes: list[fx.Node]) -> None:
     inside = {mark, *nodes}
     outside = {user for node in nodes for user in node.users} - inside
     if outside & reached([mark.graph.output_node()], lambda n: n.all_input_nodes):
-        raise LayersDifferError
+        raise _NeedsTorchError
 
 
 def _layer_nodes(mark: fx.Node) -> list[fx.Node]:
@@ -389,7 +392,7 @@ def _layer_nodes(mark: fx.Node) -> list[fx.Node]:
             inside.add(node)
             nodes.append(node)
     if any(n.op != "call_function" or not inside.union(around).issuperset(n.all_input_nodes) for n in nodes):
-        raise LayersDifferError
+        raise _NeedsTorchError
     return nodes
 
 

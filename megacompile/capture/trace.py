@@ -1,7 +1,10 @@
-"""Capture: a module and a batch become one flat, functional ``torch.fx`` graph of the loss, or of outputs.
+"""Trace: a module and a batch become one flat, functional ``torch.fx`` graph of the loss, or of outputs.
 
-In: the module (its values are never read), one batch, what of its forward is wanted. Out:
-:class:`Captured`. Invariants: one placeholder per parameter *object* (tied names are merged), no mutation,
+In: the module (its values are never read), one batch, what of its forward is wanted (:class:`Request`), and
+how it is traced (:class:`How`). Out: :class:`Captured`, or the :class:`Reason` why there is none in this way.
+:mod:`~megacompile.capture.attempts` lists the ways.
+
+Invariants: one placeholder per parameter *object* (tied names are merged), no mutation,
 no hidden randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
 Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
 """
@@ -14,8 +17,8 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import MappingProxyType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from torch.utils import _pytree as pytree
 from megacompile.capture.changed_buffers import write_changes
 from megacompile.capture.exported_graph import clean
 from megacompile.capture.fake_copy import fake_copy
-from megacompile.capture.frozen_parts import run_parts_for_real
+from megacompile.capture.frozen_parts import frozen_part, run_parts_for_real
 from megacompile.capture.functionalise import functionalise
 from megacompile.capture.grouped_product_gradient import define_grouped_gradient
 from megacompile.capture.host_values import HostValues
@@ -40,11 +43,11 @@ from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operat
 from megacompile.capture.random_draws import replace_draws
 from megacompile.capture.refusals import refuse_mixed_products, refuse_mutations, refuse_sparse, refuse_writes
 from megacompile.capture.refused_calls import fake_kernels_named, forward_runs
-from megacompile.capture.repeated_layers import LayersDifferError, RepeatedLayers
+from megacompile.capture.repeated_layers import RepeatedLayers, unless_layers_differ
 from megacompile.capture.side_effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.untraceable import untraceable
 from megacompile.capture.written_arguments import return_writes
-from megacompile.errors import BudgetError, CaptureError
+from megacompile.errors import BudgetError, CaptureError, UntraceableError
 from megacompile.graph.captured import Captured, given_gradients, strip
 from megacompile.graph.forward_outputs import (
     OutputsFn,
@@ -64,40 +67,115 @@ TRACING = threading.RLock()
 that other threads call, such as torch's optimizers, compute otherwise."""
 
 
-_NO_PARTS: Mapping[str, str] = MappingProxyType({})
 _LOGS = GuardOnDataDependentSymNode.__module__, FakeTensorMode.__module__
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is captured: ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
+
+    ``trained`` names the parameters that get a gradient. ``evaluate`` traces in eval mode and without
+    gradients instead. What ``outputs`` makes of the forward, if it is given, takes the place of the loss.
+    ``padded_right`` says that :func:`is_padded_right` holds of the batch, of which the graph may then make
+    use; ``hides_nothing`` that its mask is all ones.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    forms: Mapping[str, Form]
+    trained: Collection[str]
+    loss_fn: LossFn | None = None
+    evaluate: bool = False
+    outputs: OutputsFn | None = None
+    padded_right: bool = False
+    hides_nothing: bool = False
+
+
+class Reason:
+    """Says why an attempt gave nothing that can be used."""
+
+
+class LayersDiffer(Reason):
+    """Layers that were taken for equal are not."""
+
+
+class ReadsPadding(Reason):
+    """The loss depends on what the batch has at the right of its rows."""
+
+
+@dataclass(frozen=True)
+class ChangesAttributes(Reason):
+    """The forward left attributes of modules changed, one of them ``changed``: a second one, on the same
+    ``inputs``, tells whether it computes the same."""
+
+    captured: Captured
+    changed: str
+    forward: _Forward
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Refused(Reason):
+    """Something fails that another attempt may avoid; ``error`` is for the user, if none does."""
+
+    error: CaptureError
+
+
+class NeedsValues(Refused):
+    """The forward cannot be traced as long as values of the batch are unknown."""
+
+
+@dataclass(frozen=True)
+class Untraceable(Refused):
+    """Nor can it where they are known; the trace failed in the frozen ``part`` of the model, or in none."""
+
+    part: str | None
+
+
+@dataclass(frozen=True)
+class How:
+    """The way in which a forward is traced.
+
+    ``repeats``: equal layers are traced once. ``proves_padding``: padding at the right is left out of masks,
+    if that can be shown to change nothing. ``reads_values``: what the forward reads of the batch's values is
+    computed by a prologue; else it is refused. ``parts`` are the paths of frozen modules that run in eager
+    PyTorch, and why each cannot be traced. ``first`` is a forward that another is to be compared with.
+    """
+
+    repeats: bool = True
+    proves_padding: bool = True
+    reads_values: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
+    first: ChangesAttributes | None = None
+
+
 class _Forward(nn.Module):
-    """Runs the model on (args, kwargs) with our operators and returns what is wanted of it: the scalar loss,
-    or the tensors of what ``outputs`` returns.
+    """Runs a copy of the model on (args, kwargs) with our operators and returns what is wanted of it: the
+    scalar loss, or the tensors of what ``outputs`` returns.
 
     ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding, ``of_ones`` that no attention needs one; ``repeats`` that equal
-    layers may be traced once. ``returned`` is what a function of the user's was given. ``leaves`` are the
-    batch's for real, where ``host`` is to make what is needed of their values.
+    causal attention gets no mask of padding, ``blinds`` that this is still to be proven. ``returned`` is what
+    a function of the user's was given. ``host`` makes what is needed of the batch's values.
     """
 
     structure: Structure
     returned: Returned | None = None
-    outside = of_ones = repeats = False
-    leaves: list[Any] | None = None
     host: HostValues | None = None
-    _loss_fn: LossFn | None
-    _outputs: OutputsFn | None
+    request: Request
+    how: How
 
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, outputs: OutputsFn | None, effects: Effects
-    ) -> None:
+    def __init__(self, copied: nn.Module, request: Request, how: How) -> None:
         super().__init__()
-        self.model, self.leaves_out = model, False
-        vars(self)["_loss_fn"] = loss_fn  # where it is a module, none of the model's
-        vars(self)["_outputs"] = outputs
-        self.effects = effects
+        self.model, self.effects = copied, Effects()
+        vars(self).update(request=request, how=how)
+        self.outside = request.outputs is not None and not request.evaluate
+        self.blinds = request.padded_right and how.proves_padding
+        self.leaves_out = self.blinds or request.hides_nothing
 
     def forward(self, rng: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         try:
-            stays = isinstance(self._outputs, LossCut)
+            stays = isinstance(self.request.outputs, LossCut)
             tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs), stays=stays)
             for flag in self.effects.finite:
                 tensors = [torch.where(flag, x, torch.nan) if _is_float(x) else x for x in tensors]
@@ -109,40 +187,41 @@ class _Forward(nn.Module):
         # Where modules are shared, an attribute that is one is export's stand-in, of a class of its own: it
         # is called, so that nodes have its path, and the module's class, which others inherit, is patched.
         model = vars(self)["_modules"]["model"]
+        request, outputs_of = self.request, self.request.outputs
         given = kwargs.get("position_ids") is not None
         with (
             replaced(REFUSED),
             forward_runs(),
             fake_kernels_named(),
-            self.effects.noted(model, takes_finite=self.leaves is not None),
+            self.effects.noted(model, takes_finite=self.how.reads_values),
             self._watched(args, kwargs),
         ):
             taken, named, rest = (args, kwargs, ())
-            if divides(kwargs, self._loss_fn, self._outputs):
-                function = self._outputs or self._loss_fn
-                taken, named, rest = divide(model, args, kwargs, function)
+            if divides(kwargs, request.loss_fn, outputs_of):
+                taken, named, rest = divide(model, args, kwargs, outputs_of or request.loss_fn)
             padding = kwargs.get("attention_mask") if self.leaves_out else None
-            layers = RepeatedLayers(model, rng).patches() if self.repeats else ()
-            of_ones = self.of_ones
+            layers = RepeatedLayers(model, rng).patches() if self.how.repeats else ()
+            of_ones = request.hides_nothing
             with (
                 our_operators(model, rng, positions_given=given, padding=padding, of_ones=of_ones),
                 replaced(layers),
             ):
-                if isinstance(self._outputs, LossCut):
-                    return self._outputs.forward(self.model, taken, named)
+                if isinstance(outputs_of, LossCut):
+                    return outputs_of.forward(self.model, taken, named)
                 outputs = self.model(*taken, **named)
-            if (self._outputs or self._loss_fn) not in (None, all_outputs):
+            if (outputs_of or request.loss_fn) not in (None, all_outputs):
                 vars(self)["returned"] = returned(outputs)
-            if self._outputs is not None:
-                return self._outputs(outputs, given_batch(args, kwargs))
-            if self._loss_fn is None:
+            if outputs_of is not None:
+                return outputs_of(outputs, given_batch(args, kwargs))
+            if request.loss_fn is None:
                 return find_loss(outputs)
-            return apply_loss(self._loss_fn, outputs, args, kwargs, rest)
+            return apply_loss(request.loss_fn, outputs, args, kwargs, rest)
 
     def _watched(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        if self.leaves is None:
+        if not self.how.reads_values:
             return nullcontext()
-        vars(self)["host"] = host = HostValues(self.model, self.leaves)
+        leaves = pytree.tree_leaves((self.request.args, self.request.kwargs))
+        vars(self)["host"] = host = HostValues(self.model, leaves)
         return host.watching(pytree.tree_leaves((args, kwargs)))
 
 
@@ -150,115 +229,91 @@ def _is_float(x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    forms: Mapping[str, Form],
-    trained: Collection[str] | None = None,
-    loss_fn: LossFn | None = None,
-    evaluate: bool = False,
-    outputs: OutputsFn | None = None,
-    padded_right: bool = False,
-    hides_nothing: bool = False,
-    reads_values: bool = False,
-    parts: Mapping[str, str] = _NO_PARTS,
-) -> Captured:
-    """Trace ``loss(model(*args, **kwargs))`` in the model's present train/eval mode.
+def trace(request: Request, how: How) -> Captured | Reason:
+    """Trace a forward once.
 
-    ``trained`` names the parameters that get a gradient; None: all that require one. ``evaluate``
-    traces in eval mode and without gradients instead. What ``outputs`` makes of the forward, if it is given,
-    takes the place of the loss. ``padded_right`` says that :func:`is_padded_right` holds of the batch, of
-    which the graph may then make use; ``hides_nothing`` that its mask is all ones. ``reads_values``: what the
-    forward reads of the batch's values is computed by a prologue; else it is refused. ``parts`` are the paths
-    of frozen modules that run in eager PyTorch, and why each cannot be traced.
-
-    Raises :class:`CaptureError` where the forward branches on data, mutates a buffer, draws random
-    numbers that are not ours, returns no scalar loss, or one without a gradient for what is trained.
+    Raises :class:`CaptureError` where it mutates a buffer, draws random numbers that are not ours, returns
+    no scalar loss, or one without a gradient for what is trained.
     """
-    define_grouped_gradient()
-    if trained is None:
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    options = (loss_fn, evaluate, outputs, padded_right, hides_nothing, reads_values, parts)
-    if not reads_values:
-        with suppress(LayersDifferError):
-            return _captured(model, args, kwargs, forms, trained, *options, repeats=True)
-    return _captured(model, args, kwargs, forms, trained, *options, repeats=False)
-
-
-def _captured(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    forms: Mapping[str, Form],
-    trained: Collection[str],
-    loss_fn: LossFn | None,
-    evaluate: bool,
-    outputs: OutputsFn | None,
-    padded_right: bool,
-    hides_nothing: bool,
-    reads_values: bool,
-    parts: Mapping[str, str],
-    *,
-    repeats: bool,
-) -> Captured:
-    """Trace a model of which a copy is made, whose equal layers may be traced once."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = fake_copy(model, forms, mode, trained)
-    if evaluate:
-        copied.eval().requires_grad_(False)
-    _no_cache(copied)
-    _no_draws(copied)
-    run_parts_for_real(copied, parts)
-    effects = Effects()
-    forward = _Forward(copied, loss_fn, outputs, effects)
-    forward.repeats = repeats
-    vars(forward)["leaves"] = pytree.tree_leaves((args, kwargs)) if reads_values else None
-    with mode:
-        rng = torch.zeros(2, dtype=torch.int64)
-        args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
-    inputs = (rng, args, kwargs)
-    forward.outside = outputs is not None and not evaluate
-    forward.leaves_out = padded_right or hides_nothing
-    forward.of_ones = hides_nothing
-    captured = _trace(forward, inputs, model)
-    if padded_right and not reads_no_padding(captured, args, kwargs):
-        forward.leaves_out = False
-        captured = _trace(forward, inputs, model)
-    changed = effects.first
-    if changed:  # by the first forward: all later ones must compute the same
-        effects.apply(copied)
-        first = forward.host
-        again = _trace(forward, inputs, model)
-        other = first is not None and forward.host is not None and not first.same_as(forward.host)
-        refuse_other_forward(captured.graph, again.graph, changed, changed if other else effects.first)
-    if trained and not evaluate and not captured.trainable:
-        raise _without_gradient("loss" if outputs is None else "output", model)
+    try:
+        captured = _trace_first(request, how) if how.first is None else _trace_again(how.first, request)
+    except UntraceableError as error:
+        if not how.reads_values:
+            return NeedsValues(error)
+        return Untraceable(error, frozen_part(request.model, error.module, request.trained))
+    if isinstance(captured, Captured) and request.trained and not request.evaluate:
+        _refuse_without_gradient(captured, request)
     return captured
 
 
-def _without_gradient(what: str, model: nn.Module) -> CaptureError:
-    return CaptureError(
-        f"The {what} of {type(model).__name__} has no gradient for any parameter that the optimizer "
-        "trains: look for a detach, a no_grad or an argmax on the way to it."
-    )
+def _trace_first(request: Request, how: How) -> Captured | Reason:
+    forward, inputs = _prepared(request, how)
+    captured = _trace(forward, inputs, request.model)
+    if captured is None:
+        return LayersDiffer()
+    if forward.blinds and not reads_no_padding(captured, *inputs[1:]):
+        return ReadsPadding()
+    if changed := forward.effects.first:
+        return ChangesAttributes(captured, changed, forward, inputs)
+    return captured
 
 
-def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
+def _trace_again(first: ChangesAttributes, request: Request) -> Captured | Reason:
+    """Trace a forward on the model as the first left it, and refuse one that computes otherwise."""
+    forward, host = first.forward, first.forward.host
+    forward.effects.apply(forward.model)
+    again = _trace(forward, first.inputs, request.model)
+    if again is None:
+        return LayersDiffer()
+    other = host is not None and forward.host is not None and not host.same_as(forward.host)
+    after = first.changed if other else forward.effects.first
+    refuse_other_forward(first.captured.graph, again.graph, first.changed, after)
+    return first.captured
+
+
+def _prepared(request: Request, how: How) -> tuple[_Forward, tuple[Any, ...]]:
+    """Return the forward of a copy of the model, and the fake tensors that it is given."""
+    define_grouped_gradient()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = fake_copy(request.model, request.forms, mode, request.trained)
+    if request.evaluate:
+        copied.eval().requires_grad_(False)
+    _no_cache(copied)
+    _no_draws(copied)
+    run_parts_for_real(copied, how.parts)
+    args, kwargs = request.args, request.kwargs
+    with mode:
+        rng = torch.zeros(2, dtype=torch.int64)
+        args, kwargs = pytree.tree_map_only(Tensor, _fake_leaf, (args, kwargs))
+    return _Forward(copied, request, how), (rng, args, kwargs)
+
+
+def _refuse_without_gradient(captured: Captured, request: Request) -> None:
+    if not captured.trainable:
+        what = "loss" if request.outputs is None else "output"
+        raise CaptureError(
+            f"The {what} of {type(request.model).__name__} has no gradient for any parameter that the "
+            "optimizer trains: look for a detach, a no_grad or an argmax on the way to it."
+        )
+
+
+def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured | None:
+    """Trace a forward; None where layers that were taken for equal are not."""
     try:
         with warnings.catch_warnings(), _quiet(*_LOGS), replaced(_FLAGS):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             with graphs_alone():
-                exported = torch.export.export(forward, inputs, strict=False)
+                exported = unless_layers_differ(lambda: torch.export.export(forward, inputs, strict=False))
+            if exported is None:
+                return None
             for part in exported.graph_module.modules():
                 if isinstance(part, fx.GraphModule):
                     return_writes(part.graph)
             refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
             refuse_sparse(exported)
-            graph, signature = functionalise(exported)
+            functional = functionalise(exported)
     except CaptureError as error:
         raise error.with_traceback(None) from None  # torch's frames tell nothing
     except MemoryError as error:
@@ -267,7 +322,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
         ) from error
     except Exception as error:
         raise untraceable(error, forward.model, _Forward.forward.__code__) from None
-    return _flatten(graph, signature, exported.constants, forward, model)
+    return None if functional is None else _flatten(*functional, exported.constants, forward, model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
@@ -340,7 +395,7 @@ def _flatten(
     }
     made = [name for name, value in constants.items() if forward.host and forward.host.makes(value)]
     fake_mode = next(n.meta["val"].fake_mode for n in nodes.values() if "val" in n.meta)
-    if forward._outputs is not None:
+    if forward.request.outputs is not None:
         copy_results(graph, fake_mode, shared=forward.outside)
     replace_draws(graph, nodes[rng])
     clean(graph)

@@ -25,8 +25,9 @@ from megacompile.api.frontend import Frontend
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Template
 from megacompile.blocks.template_cache import differentiate_once, what_decides
+from megacompile.capture.attempts import Attempts, capture
 from megacompile.capture.quantized_weights import coding_of
-from megacompile.capture.trace import capture
+from megacompile.capture.trace import How, Reason, Request
 from megacompile.graph.captured import Captured
 from megacompile.kernels._triton import Gpu
 from megacompile.state.model_ownership import _lend_own as lend_own
@@ -60,17 +61,20 @@ class Captures:
     """What capture and differentiate gave, by what they were given."""
 
     def __init__(self) -> None:
-        self._captured: dict[Any, Captured] = {}
+        self._captured: dict[Any, Attempts[How, Captured]] = {}
         self._templates: dict[Any, DifferentiatedTemplate] = {}
 
-    def capture(self, model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
-        """As :func:`megacompile.capture.trace.capture`."""
+    def capture(self, request: Request, how: How) -> Attempts[How, Captured]:
+        """As :func:`megacompile.capture.attempts.capture`."""
         try:
-            key = _call(model, args, kwargs, options)
+            key = _call(request, how)
         except _UnknownError:
-            return capture(model, args, kwargs, **options)
+            return capture(request, how)
         if key not in self._captured:
-            self._captured[key] = capture(model, args, kwargs, **options)
+            found = capture(request, how)
+            if isinstance(found.outcome, Reason) or found.how.reads_values or found.how.parts != how.parts:
+                return found  # what is told of a part is told each time
+            self._captured[key] = found
         return self._captured[key]
 
     def differentiate(
@@ -109,12 +113,12 @@ def nothing_kept() -> Iterator[None]:
         yield
 
 
-def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Any:
+def _call(request: Request, how: How) -> Any:
     """A key that two calls of capture share only if they give the same graph."""
-    if any(getattr(global_hooks, name) for name in _GLOBAL) or options.get("reads_values"):
+    if any(getattr(global_hooks, name) for name in _GLOBAL) or how.reads_values:
         raise _UnknownError
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = {name: value for name, value in options.items() if name != "trained"}
+    leaves, spec = pytree.tree_flatten((request.args, request.kwargs))
+    given = {k: v for k, v in vars(request).items() if k not in ("model", "args", "kwargs", "trained")}
     modes = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
@@ -123,7 +127,8 @@ def _call(model: nn.Module, args: Any, kwargs: Any, options: Mapping[str, Any]) 
         torch.are_deterministic_algorithms_enabled(),
     )
     leaf_keys = tuple(_tensor(x) if isinstance(x, Tensor) else _plain(x) for x in leaves)
-    return _model(model), str(spec), leaf_keys, _plain(given), frozenset(options["trained"]), modes
+    options = _plain(given), _plain(vars(how)), frozenset(request.trained)
+    return _model(request.model), str(spec), leaf_keys, *options, modes
 
 
 def _model(model: nn.Module) -> tuple[Any, ...]:

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.capture.trace import capture
+from megacompile.capture import attempts
+from megacompile.capture.trace import How, Request
 from megacompile.graph.captured import Captured
 from megacompile.graph.sequence_dimension import arguments
 from megacompile.kernels import attention_choice
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Captured:
+    """The graph of a forward; ``options`` are those of a :class:`~megacompile.capture.trace.Request`."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return attempts.capture(Request(model, args, kwargs, **{"trained": trained} | options), How()).get()
 
 
 def graph_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Captured:

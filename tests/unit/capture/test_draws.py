@@ -15,9 +15,9 @@ from megacompile import CaptureError
 from megacompile.blocks.partition import partition
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
 from megacompile.kernels.uniform import uniform_op
 from tests.support.draws import OurDraws
+from tests.support.graphs import capture
 from tests.support.models import Through
 from tests.support.reference import EagerTrainer, check_beside_eager
 

@@ -14,6 +14,7 @@ from megacompile.capture import functionalise, trace
 from megacompile.capture.batch import read_batch
 from megacompile.capture.exported_graph import clean
 from megacompile.capture.parameter_forms import parameter_forms
+from tests.support.graphs import capture
 from tests.support.zoo import cases
 
 _CASES = cases()
@@ -67,7 +68,7 @@ def _captured(model: nn.Module, batch: Any) -> list[tuple[list[Any], list[Any]]]
     read = read_batch(batch, model)
     forms = parameter_forms(model, torch.float32)
     with mock.patch.object(trace, "functionalise", compare):
-        trace.capture(model, read.args, read.kwargs, forms=forms)
+        capture(model, read.args, read.kwargs, forms=forms)
     return both
 
 

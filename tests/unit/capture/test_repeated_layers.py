@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megacompile.capture import repeated_layers
 from megacompile.capture.loss_value import LossFn
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured, module_stack
+from tests.support.graphs import capture
 
 _DEPTH = 4
 

@@ -20,12 +20,12 @@ from megacompile.blocks.partition import partition
 from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
 from megacompile.errors import BudgetError
 from megacompile.graph import fusion_check, pattern_tools
 from megacompile.graph.captured import Captured
 from megacompile.graph.fusion_report import Fusions, fold
 from megacompile.graph.fusion_rewriter import PATTERNS, fuse, read_switches
+from tests.support.graphs import capture
 from tests.support.models import Through, batch_for, build
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")

@@ -22,7 +22,6 @@ from megacompile.api.pipeline import Compiler
 from megacompile.blocks.weight_groups import GroupLayout, Parameter, Slot
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
 from megacompile.errors import ProgramError
 from megacompile.graph.tile_cuts import LEAST_PIECE, tables
 from megacompile.graph.tile_rewriter import tile
@@ -34,6 +33,7 @@ from megacompile.state.embedding_rows import add_rows, gather_rows
 from megacompile.state.masters import HostState
 from megacompile.state.row_updates import RowUpdate
 from tests.support.fake_cuda import FakeCuda
+from tests.support.graphs import capture
 from tests.support.reference import Habits, train_eager
 
 VOCABULARY, WIDTH = 8192, 64  # a table of 2.1 MB in fp32

@@ -18,11 +18,11 @@ from megacompile.api.program import Program
 from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import read_batch
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.capture.trace import capture
 from megacompile.graph.captured import Captured
 from megacompile.graph.tile_cuts import LEAST_PIECE, Family, choose_cuts, families
 from megacompile.graph.tile_rewriter import Tiled, tile
 from megacompile.planner.tiling import tiling_candidates
+from tests.support.graphs import capture
 from tests.support.judge import program_gradients
 from tests.support.reference import EagerTrainer
 

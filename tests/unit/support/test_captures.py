@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacompile.capture.attempts import Attempts
+from megacompile.capture.trace import How, Request
 from tests.support import captures
 from tests.support.captures import Captures
 from tests.support.models import Plain, batch_for, build
@@ -23,15 +25,17 @@ class Counted(Captures):
         self.made = 0
         monkeypatch.setattr(captures, "capture", self._make)
 
-    def _make(self, *_: Any, **__: Any) -> Any:
+    def _make(self, _request: Request, how: How) -> Attempts[How, Any]:
         self.made += 1
-        return object()
+        attempts: Attempts[How, Any] = Attempts(how)
+        attempts.outcome = object()
+        return attempts
 
     def of(self, model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Any:
         forms = {n: (torch.float32, p.stride()) for n, p in model.named_parameters()}
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         given = {"forms": forms, "trained": trained, "loss_fn": None, "evaluate": False} | options
-        return self.capture(model, (), batch, **given)
+        return self.capture(Request(model, (), batch, **given), How())
 
 
 @pytest.mark.parametrize("name", ["plain", "llama", "gemma3", "gpt2-dropout"])
