@@ -35,11 +35,13 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from megacompile.api.decisions import Decisions
     from megacompile.api.device_budget import DeviceRoom
     from megacompile.api.frontend import Frontend
     from megacompile.api.pipeline import Compiler
     from megacompile.capture.batch import read_batch
     from megacompile.hardware.machine import Machine
+    from megacompile.planner.too_small import fitting
     from megacompile.schedule.plan import Mode
 
     config = Qwen2Config(
@@ -49,13 +51,14 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).train()
     machine = Machine("a card", 600e12, 3e12, 50e9, 50e9, 300e9, 20e-6, 10e-6)
-    compiler = Compiler(Frontend(model, torch.bfloat16), DeviceRoom(80 * 10**9), machine=machine)
+    compiler = Compiler(Frontend(model, torch.bfloat16), machine=machine)
+    decided, mode = Decisions(DeviceRoom(80 * 10**9)), Mode("train", deferred=True)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     clock = _Clock()
-    compiled = compiler.compile(batch, evaluate=False)
+    compiled = compiler.compile(decided, batch, evaluate=False)
     captured, _ = clock.read()
-    scheduled = compiler.schedule(batch, Mode("train", deferred=True))
+    scheduled = fitting(compiler.schedule(decided, batch, mode)).program(batch, mode)
     total, cpu = clock.read()
     return {
         "parameters": compiled.assembly.work.parameters,

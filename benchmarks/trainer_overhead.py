@@ -116,7 +116,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             alone += bare(trainer, arguments.steps)
             trainer.train()
-        programs = trainer.program._session.compiler.programs  # type: ignore[union-attr]
+        programs = len(trainer.program._session.decided.programs)  # type: ignore[union-attr]
     step, trained = (1e3 * statistics.median(found) for found in (alone, clock.steps))
     part = 1e3 * statistics.mean(clock.parts)
     print(f"{machine_line()}; medians of {len(alone)} and {len(clock.steps)} steps, {programs} program\n")

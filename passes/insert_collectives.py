@@ -36,7 +36,7 @@ def insert_collectives(step: Step, *, work: Workload, plan: Plan, mode: Mode) ->
     if work.ranks == 1:
         return step
     ops: list[Op] = []
-    losses = known_losses(step, work) if mode.kind in ("train", "accumulate") else []
+    losses = known_losses(step, work) if mode.computes_gradients else []
     trains, reduced = mode.kind == "train", 0
     for index, op in enumerate(step.ops):
         if op.kind == "prefetch":

@@ -1,6 +1,6 @@
 """Allocate the host state of a planned program within the host budget, or refuse it with the ways out.
 
-In: a :class:`~megacompile.api.pipeline.Scheduled` program, settings. Out: the state and the device that all
+In: a :class:`~megacompile.api.decisions.Scheduled` program, settings. Out: the state and the device that all
 programs of a model share.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megacompile.api.pipeline import Scheduled
+from megacompile.api.decisions import Scheduled
 from megacompile.api.settings import Settings
 from megacompile.blocks.weight_groups import Assembly, GroupLayout
 from megacompile.distributed.world import World

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megacompile.api.frontend import Frontend
 from megacompile.api.padder import Padder
-from megacompile.api.pipeline import Compiler
 from megacompile.capture.batch import (
     Batch,
     check_signature,
@@ -43,10 +43,10 @@ _DOCUMENTS_MEET = (
 class Intake:
     """Reads the batches of one model; ``max_seq_len`` is the longest that they are padded to."""
 
-    def __init__(self, model: nn.Module, compiler: Compiler, max_seq_len: int | None) -> None:
+    def __init__(self, model: nn.Module, frontend: Frontend, max_seq_len: int | None) -> None:
         self._model, self._max_seq_len = model, max_seq_len
-        self._frontend, self._loss_fn = compiler.frontend, compiler.frontend.loss_fn
-        self.padder = Padder(model, compiler, max_seq_len)
+        self._frontend, self._loss_fn = frontend, frontend.loss_fn
+        self.padder = Padder(model, frontend, max_seq_len)
         self._told = False
         self.cut: LossCut | None = None  # where the model's loss runs outside of its programs
 

@@ -1,15 +1,18 @@
 """Bind scheduled programs to one state and one device: block functions, constants, compiled kernels.
 
-In: a :class:`~megacompile.api.pipeline.Scheduled` program, settings. Out: the bound steps that a
+In: a :class:`~megacompile.api.decisions.Scheduled` program, settings. Out: the bound steps that a
 :class:`~megacompile.runtime.executor.Runtime` runs.
 """
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary, WeakSet
+
 import torch
 
 from megacompile.api.allocate_state import check_beside
-from megacompile.api.pipeline import Compiler, Scheduled
+from megacompile.api.decisions import Decisions, Scheduled
+from megacompile.api.pipeline import Compiler
 from megacompile.api.settings import Settings
 from megacompile.kernels import _triton
 from megacompile.runtime.bound_step import BoundStep
@@ -19,15 +22,15 @@ from megacompile.state.masters import HostState
 
 
 class Bindings:
-    """The programs that were bound to their functions and constants."""
+    """The programs that were bound to their functions and constants, as long as anyone has them."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._bound: dict[int, BoundStep] = {}  # by the program's id
-        self._ready: set[int] = set()  # programs, by their ids
+        self._bound: WeakKeyDictionary[Scheduled, BoundStep] = WeakKeyDictionary()
+        self._ready: WeakSet[Scheduled] = WeakSet()
 
     def __contains__(self, scheduled: Scheduled) -> bool:
-        return id(scheduled) in self._bound
+        return scheduled in self._bound
 
     def admit(self, scheduled: Scheduled, state: HostState, settings: Settings) -> None:
         """Refuse a further program that the host has no room for, or the GPU no kernels."""
@@ -37,35 +40,30 @@ class Bindings:
 
     def make_ready(self, scheduled: Scheduled, device: torch.device) -> None:
         """Compile the Triton kernels that a program launches; once."""
-        if device.type != "cuda" or not _triton.HAS_TRITON or id(scheduled) in self._ready:
+        if device.type != "cuda" or not _triton.HAS_TRITON or scheduled in self._ready:
             return
         compiled = scheduled.compiled
         step, mode = scheduled.planned.step, compiled.fused.fake_mode
         launches = launches_of(step, compiled.part, compiled.templates, compiled.assembly, mode, device)
         compile_kernels(launches, device)
-        self._ready.add(id(scheduled))
+        self._ready.add(scheduled)
 
-    def bind(self, scheduled: Scheduled, device: Device) -> BoundStep:
+    def bind(self, scheduled: Scheduled, decided: Decisions, device: Device) -> BoundStep:
         """A program as it runs on this device, bound once."""
-        found = self._bound.get(id(scheduled))
+        found = self._bound.get(scheduled)
         if found is None:
             compiled = scheduled.compiled
-            found = self._bound[id(scheduled)] = BoundStep(
+            found = self._bound[scheduled] = BoundStep(
                 scheduled.planned.step,
                 scheduled.source,
                 compiled.part,
                 compiled.templates,
                 compiled.assembly,
                 self._compiler.frontend.constants(compiled.captured),
-                list(self._compiler.pieces),
+                list(self._compiler.pieces(decided)),
                 device.torch_device,
             )
         return found
-
-    def drop(self, scheduled: Scheduled) -> None:
-        """Forget a program that is scheduled anew."""
-        self._bound.pop(id(scheduled), None)
-        self._ready.discard(id(scheduled))
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megacompile.api.decisions import Decisions
 from megacompile.api.pipeline import Compiler
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.errors import MegacompileError
-from megacompile.planner.too_small import fitting
+from megacompile.planner.too_small import TooSmall
 from megacompile.schedule.plan import Mode
 from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.host_budget import host_bytes
@@ -63,27 +64,39 @@ class Tried:
 
 
 def settle_mesh(
-    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
-) -> None:
-    """Choose, where that is still to be done; all ranks call it together, before any group is laid out."""
+    compiler: Compiler,
+    decided: Decisions,
+    batch: Batch,
+    mode: Mode,
+    settings: Settings,
+    checkpoint: Path | None,
+) -> Decisions:
+    """Choose, where that is still to be done, and return the decisions for this mesh; all ranks call it
+    together, before any group is laid out."""
     world = settings.world
     if not world.ranks.undecided:
-        return
+        return decided
 
     def decide() -> bytes:
-        return json.dumps(_decided(compiler, batch, mode, settings, checkpoint)).encode()
+        return json.dumps(_chosen(compiler, decided, batch, mode, settings, checkpoint)).encode()
 
     shards, why = json.loads(world.from_first(decide))
     world.settle(shards, why)
-    compiler.take_mesh(world.ranks)
+    decided = decided.on_mesh(world.ranks)
     if world.ranks.replicas > 1:
-        compiler.take_room(settings.measure_room())  # other collectives hold other memory of a device
+        decided = decided.within(settings.measure_room())  # other collectives hold other memory of a device
     if world.rank == 0:
         _LOG.info("%s", why)
+    return decided
 
 
-def _decided(
-    compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, checkpoint: Path | None
+def _chosen(
+    compiler: Compiler,
+    decided: Decisions,
+    batch: Batch,
+    mode: Mode,
+    settings: Settings,
+    checkpoint: Path | None,
 ) -> tuple[int, str]:
     """Return the number of ranks that share the state, and why."""
     ranks = settings.world.ranks
@@ -92,20 +105,26 @@ def _decided(
         if replicas * shards == ranks.size:
             return shards, f"mesh=({replicas}, {shards}) as in the checkpoint."
     compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
-    tried = [_planned_on(compiler, batch, mode, settings, shards) for shards in (ranks.size, ranks.local)]
+    tried = [
+        _planned_on(replace(ranks, shards=shards), compiler, decided, batch, mode, settings)
+        for shards in (ranks.size, ranks.local)
+    ]
     best, other = _ranked(tried)
     took, seconds = best.ranks, format_seconds(best.seconds or 0.0)
     mesh = f"mesh=({took.replicas}, {took.shards})"
     return took.shards, f"{mesh}, {best.state}, for {seconds} a step as predicted: {other.verdict}."
 
 
-def _planned_on(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings, shards: int) -> Tried:
-    ranks = replace(settings.world.ranks, shards=shards)
-    compiler.take_mesh(ranks)
+def _planned_on(
+    ranks: Ranks, compiler: Compiler, decided: Decisions, batch: Batch, mode: Mode, settings: Settings
+) -> Tried:
     try:
-        compiled, planned = fitting(compiler.plan(batch, mode))
-    except MegacompileError:  # or a plan that was given is for the other
+        found = compiler.plan(decided.on_mesh(ranks), batch, mode)
+    except MegacompileError:  # a plan that was given is for the other
         return Tried(ranks)
+    if isinstance(found, TooSmall):
+        return Tried(ranks)
+    compiled, planned = found
     need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total
     of_machine = (ranks.local * nbytes for nbytes in (need, settings.host_budget_bytes))
     return Tried(ranks, planned.seconds, *of_machine)

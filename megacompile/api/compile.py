@@ -221,7 +221,6 @@ def _compiler(
     form, stores = settings.optimizer_state, bool(settings.offload_dirs)
     return Compiler(
         frontend,
-        settings.measure_room(),
         machine=backend.machine,
         dump=Path(folder) if folder else None,
         tiers=Tiers(form, settings.host_budget_bytes, stores),

@@ -33,7 +33,7 @@ class DeviceWeights:
     :meth:`end` nothing else is in use."""
 
     def __init__(self, session: Session) -> None:
-        self._values, self._budget = session.values, session.compiler.room.budget_bytes
+        self._values, self._budget = session.values, session.decided.room.budget_bytes
         self._forms = parameter_forms(session.model, session.compiler.frontend.compute_dtype)
         self._sizes = stored_bytes(session.model, self._forms)
         self._shapes = {name: stored_shape(p) for name, p in session.model.named_parameters()}

@@ -187,7 +187,7 @@ class Rollout(DeviceWeights):
             return
         new = self._setting(options, "max_new_tokens") or self._setting(options, "max_length", 20) - prompt
         rows *= max(self._setting(options, name, 1) for name in ("num_return_sequences", "num_beams"))
-        machine, asked = session.compiler.measured_machine, Completions(rows, prompt, max(1, new))
+        machine, asked = session.measured_machine, Completions(rows, prompt, max(1, new))
         try:
             _LOG.info("%s", forecast(session.model, self._forms, machine, self._budget, asked))
         except Exception as error:  # a forward may read values, which nothing has yet

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from megacompile.api.pipeline import Compiler
+from megacompile.api.decisions import Decisions
+from megacompile.api.frontend import Frontend
 from megacompile.capture.batch import (
     Batch,
     of_one_kind,
@@ -58,8 +59,8 @@ class OfRanks:
 class Padder:
     """Pads the batches of one model, ``longest`` at most, to lengths that have a program or are given one."""
 
-    def __init__(self, model: nn.Module, compiler: Compiler, longest: int | None) -> None:
-        self._model, self._compiler, self._loss_fn = model, compiler, compiler.frontend.loss_fn
+    def __init__(self, model: nn.Module, frontend: Frontend, longest: int | None) -> None:
+        self._model, self._frontend, self._loss_fn = model, frontend, frontend.loss_fn
         limits = (longest, reach(model))
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         self._turning = turning_lengths(model)
@@ -69,22 +70,24 @@ class Padder:
         self._told = False
         self._costs = PaddingCosts()  # by the key that was wanted
 
-    def padded(self, micro: list[Batch], *, first: bool, ranks: OfRanks | None = None) -> list[Batch]:
+    def padded(
+        self, micro: list[Batch], decided: Decisions, *, first: bool, ranks: OfRanks | None = None
+    ) -> list[Batch]:
         """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
         near; the ``first`` are left as they are where they are alike. Several ranks, which pass what they
         have in common, all pad to one length.
         """
         alike = len({batch.key for batch in micro}) == 1 and (ranks is None or ranks.alike)
-        if alike and (first or self._compiler.knows(micro[0])):
+        if alike and (first or decided.knows(micro[0])):
             return micro
-        found = self._to_one_length(micro, alike, ranks)
+        found = self._to_one_length(micro, decided, alike, ranks)
         if found is None and not alike and ranks is None:
-            return [one for batch in micro for one in self.padded([batch], first=False)]
+            return [one for batch in micro for one in self.padded([batch], decided, first=False)]
         return found or micro
 
     def lengths(self, micro: list[Batch]) -> list[int]:
         """Return the lengths of micro-batches that may be padded; none, where some may not."""
-        reads = self._compiler.frontend.reads_values
+        reads = self._frontend.reads_values
         paddable = all(
             not (reads(batch) or isinstance(batch.outputs, LossCut))
             and may_be_padded(batch, self._model, self._function_of(batch))
@@ -92,7 +95,9 @@ class Padder:
         )
         return [length_of(batch) for batch in micro] if paddable else []
 
-    def _to_one_length(self, micro: list[Batch], alike: bool, ranks: OfRanks | None) -> list[Batch] | None:
+    def _to_one_length(
+        self, micro: list[Batch], decided: Decisions, alike: bool, ranks: OfRanks | None
+    ) -> list[Batch] | None:
         """The micro-batches at one length that has a program, or is worth one; None: no padding is hidden.
 
         A longer one's program serves until padding has cost as much as compiling another (ski rental).
@@ -110,20 +115,20 @@ class Padder:
         if len({batch.key for batch in wanted}) > 1:
             return None
         exact = alike and length == least
-        if exact or not self._compiler.knows(wanted[0]):
-            known = lengths_of_kind(self._compiler.keys, wanted[0])
+        if exact or not decided.knows(wanted[0]):
+            known = lengths_of_kind(decided.keys, wanted[0])
             near = next((n for n in known if n >= least), None)
             longer = [] if near is None else self._at(micro, near, right)
             if (
                 near is not None
-                and self._compiler.knows(longer[0])
-                and self._hides(micro, near, min(lengths))
+                and decided.knows(longer[0])
+                and self._hides(micro, decided, near, min(lengths))
             ):
                 key = (micro if exact else wanted)[0].key
-                step_seconds, compile_seconds = self._compiler.seconds(longer[0])
+                step_seconds, compile_seconds = decided.seconds(longer[0])
                 if self._costs.pay(key, step_seconds * (1 - least / near), compile_seconds):
                     return longer
-        return wanted if not exact and self._hides(micro, length, min(lengths)) else None
+        return wanted if not exact and self._hides(micro, decided, length, min(lengths)) else None
 
     def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
         """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""
@@ -148,7 +153,7 @@ class Padder:
             return self._loss_fn
         return batch.outputs if batch.outputs is not all_outputs else None
 
-    def _hides(self, micro: Sequence[Batch], length: int, shortest: int) -> bool:
+    def _hides(self, micro: Sequence[Batch], decided: Decisions, length: int, shortest: int) -> bool:
         """Return whether the model hides the padding of all these, and of the ``shortest``, to a length.
 
         A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
@@ -163,7 +168,7 @@ class Padder:
         if not all(self._ignored.get((kind_of(batch),), True) for batch in micro):
             return False
         kind = kind_of(longer)
-        if kind not in self._hidden or (self._hidden[kind] and not self._compiler.knows(longer)):
+        if kind not in self._hidden or (self._hidden[kind] and not decided.knows(longer)):
             try:
                 self._hidden[kind] = self._judged(longer, kind in self._hidden)
             except CaptureError:
@@ -202,7 +207,7 @@ class Padder:
         """The verdict on a padded batch's graph; where another dimension is as long, on one of a near length,
         unless padding is ``known`` to be hidden.
         """
-        frontend, length = self._compiler.frontend, length_of(longer)
+        frontend, length = self._frontend, length_of(longer)
         if not computes_as_libraries_do(self._model):
             return False
         others, is_loss = frontend.graphs_of_others(length), longer.outputs is None

@@ -8,21 +8,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megacompile.api.device_budget import DeviceRoom
-from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, Frontend, StateLayout
+from megacompile.api.decisions import Decisions, Scheduled
+from megacompile.api.frontend import Compiled, Frontend
 from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import Batch
-from megacompile.distributed.ranks import Ranks
 from megacompile.distributed.world import World
 from megacompile.errors import MegacompileError
 from megacompile.garbage_collection import without_garbage_collection
-from megacompile.graph.tile_cuts import Cuts
 from megacompile.hardware.machine import Machine, nominal_cpu, this_cpu
 from megacompile.hardware.measured_step import Measured
 from megacompile.hardware.step_requests import step_requests
@@ -39,29 +35,14 @@ from megacompile.report.dump import write_dump
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.emit import emit_step
 from megacompile.schedule.plan import Mode, Plan
-from megacompile.schedule.verify import Proof, verify
-from megacompile.state.host_budget import host_states, storage_window
-from megacompile.state.nvme_offload import StatePlacement
+from megacompile.schedule.verify import verify
 from megacompile.units import format_bytes
 
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what it tells
-_COMPILE_SECONDS, _BLOCK_SECONDS = 0.5, 0.05  # of a program, and of each block beside
 _FIRST_DECIDES = (
     "How far weights are cut was decided by the first batch: give megacompile.compile max_seq_len, or the "
     "largest batch as example_batch, and they may be cut further."
 )
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """One program: a kind of batch in one mode, planned, proven and printed."""
-
-    compiled: Compiled
-    mode: Mode
-    planned: Planned
-    proof: Proof
-    title: str
-    source: str
 
 
 def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_bytes: int) -> Scheduled:
@@ -71,29 +52,16 @@ def prove(compiled: Compiled, mode: Mode, planned: Planned, title: str, budget_b
     return Scheduled(compiled, mode, planned, proof, title, emit_step(planned.step, work, title=title))
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """Facts that all programs of a model share, as the first of them decided it.
-
-    ``cuts`` says how far weights are cut, None until then; ``placement``, where the state of each group is;
-    ``resident``, the groups whose state is on the device.
-    """
-
-    layout: StateLayout = LAID_OUT_ANEW
-    cuts: Cuts | None = None
-    placement: StatePlacement | None = None
-    resident: tuple[int, ...] | None = None
-
-
 class Compiler:
-    """Compiles programs over one model's parameters for the ``room`` that a budget gives, by what the first
-    of them ``decided``. Of the ranks of a ``world`` the first plans, and the others follow.
+    """Compiles programs over one model's parameters, each by what was ``decided`` so far.
+
+    It has no state of its own: :class:`~megacompile.api.decisions.Decisions` go in, and others come out. The
+    first rank of a ``world`` plans, and the others follow.
     """
 
     def __init__(
         self,
         frontend: Frontend,
-        room: DeviceRoom,
         *,
         machine: Machine | None = None,
         dump: Path | None = None,
@@ -104,214 +72,134 @@ class Compiler:
     ) -> None:
         self.frontend = frontend
         self._world = world or World()
-        self.room = room
-        self.decided = Decisions(_of_mesh(self._world.ranks))
         self._tiers = tiers
         self._machine = machine
         self._planner = planner
         self._dump = dump
         self._device_state = device_state
-        self._dumped = 0
-        self._scheduled: dict[tuple[Any, ...], Scheduled] = {}
 
-    @property
-    def budget_bytes(self) -> int:
-        """Device bytes of a plan."""
-        return self.room.budget_bytes
-
-    @property
-    def machine(self) -> Machine:
+    def machine(self, decided: Decisions) -> Machine:
         """The machine that is planned for; a nominal CPU, so that plans do not change with its load."""
-        return self._share_of(self._machine or nominal_cpu(self.frontend.compute_dtype))
+        return self._share_of(self._machine or nominal_cpu(self.frontend.compute_dtype), decided)
 
-    @property
-    def measured_machine(self) -> Machine:
+    def measured_machine(self, decided: Decisions) -> Machine:
         """The machine that times are predicted for."""
-        return self._share_of(self._machine or this_cpu(self.frontend.compute_dtype))
+        return self._share_of(self._machine or this_cpu(self.frontend.compute_dtype), decided)
 
-    def take_mesh(self, ranks: Ranks) -> None:
-        """Lay weight groups out for the ranks that share them, and plan for what each has of a machine."""
-        self.decided = replace(self.decided, layout=_of_mesh(ranks))
+    def _share_of(self, machine: Machine, decided: Decisions) -> Machine:
+        return machine.shared_by(self._world.local, decided.layout.ranks, decided.layout.replicas)
 
-    def _share_of(self, machine: Machine) -> Machine:
-        layout = self.decided.layout
-        return machine.shared_by(self._world.local, layout.ranks, layout.replicas)
-
-    @property
-    def keys(self) -> set[tuple[Any, ...]]:
-        """The keys of the batches that programs were compiled for."""
-        return {key for key, _ in self._scheduled}
-
-    def knows(self, batch: Batch) -> bool:
-        """Return whether a program for this kind of batch was compiled before."""
-        return batch.key in self.keys
-
-    def number(self, batch: Batch, mode: Mode) -> int:
-        """Return the number of this program among those that were compiled, in their order; -1: none of
-        them."""
-        return next((i for i, key in enumerate(self._scheduled) if key == (batch.key, mode)), -1)
-
-    def seconds(self, batch: Batch) -> tuple[float, float]:
-        """Return what a step of this kind of batch is predicted to take, of a program that was compiled for
-        it, and what compiling another is sure to."""
-        found = next(s for (key, _), s in self._scheduled.items() if key == batch.key)
-        return found.planned.seconds, _COMPILE_SECONDS + _BLOCK_SECONDS * len(found.planned.plan.blocks)
-
-    @property
-    def programs(self) -> int:
-        """The number of programs that were compiled and are not forgotten."""
-        return len(self._scheduled)
-
-    @property
-    def training(self) -> list[Scheduled]:
-        """The programs that compute gradients, in the order of their compilation."""
-        return [s for (_, mode), s in self._scheduled.items() if mode.kind in ("train", "accumulate")]
-
-    def forget(self) -> None:
-        """Forget all programs and captures; how weights are cut and where state is stays decided."""
-        self._scheduled.clear()
-        self.frontend.forget()
-
-    def take_room(self, room: DeviceRoom) -> None:
-        """Plan within other room from now on."""
-        self.room = room
-
-    def keep(self, wanted: Callable[[Scheduled], bool]) -> None:
-        """Forget all programs but these, such as those that were planned within other room and never ran."""
-        self._scheduled = {key: known for key, known in self._scheduled.items() if wanted(known)}
-
-    def go_back(self, room: DeviceRoom, programs: int) -> None:
-        """Forget all but the first programs, to plan within this room again."""
-        self.take_room(room)
-        self._scheduled = dict(islice(self._scheduled.items(), programs))
-
-    def plan_within(self, room: DeviceRoom, scheduled: Scheduled) -> None:
-        """Forget a program, to plan it again within other room."""
-        self.take_room(room)
-        self.keep(lambda known: known is not scheduled)
-
-    def begin_again(self, room: DeviceRoom, cuts: Cuts | None = None) -> None:
-        """Forget all programs and what the first one decided, before any has run; ``cuts`` decides how far
-        weights are cut."""
-        self.room, self._dumped = room, 0
-        self.decided = Decisions(replace(self.decided.layout, groups=()), cuts)
-        self._scheduled.clear()
-
-    def lay_out(self, scheduled: Scheduled) -> None:
-        """Plan all further programs for the state as this one has it."""
-        plan = scheduled.planned.plan
-        self.decided = replace(
-            self.decided,
-            layout=replace(self.decided.layout, groups=scheduled.compiled.assembly.groups),
-            placement=StatePlacement(host_states(plan), storage_window(plan)),
-        )
-
-    @property
-    def pieces(self) -> Mapping[str, Parameter]:
+    def pieces(self, decided: Decisions) -> Mapping[str, Parameter]:
         """The parameters with those that are cut replaced by their pieces."""
-        return cut_parameters(self.frontend.parameters, self.decided.cuts or {})
+        return cut_parameters(self.frontend.parameters, decided.cuts or {})
 
-    def compile(self, batch: Batch, *, evaluate: bool) -> Compiled:
+    def compile(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Compiled:
         """One kind of batch, through all stages before the plan, cut as chosen."""
-        cuts, layout = self.decided.cuts or {}, self.decided.layout
-        return self.frontend.build(batch, cuts, evaluate=evaluate, layout=layout)
+        return self.frontend.build(batch, decided.cuts or {}, evaluate=evaluate, layout=decided.layout)
 
-    def schedule(self, batch: Batch, mode: Mode) -> Scheduled:
-        """Plan, prove and print one program; made once per key and mode."""
-        key = (batch.key, mode)
-        if key in self._scheduled:
-            return self._scheduled[key]
+    def schedule(self, decided: Decisions, batch: Batch, mode: Mode) -> Decisions | TooSmall:
+        """Plan, prove and print one program, and return the decisions with it; those that were given, where
+        they have it."""
+        if (batch.key, mode) in decided.programs:
+            return decided
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in batch.tensors)
         _LOG.info("compiling a program to %s: a batch of %s", mode.kind, shapes)
         start = time.perf_counter()
+        budget_bytes = decided.room.budget_bytes
         with without_garbage_collection():
-            compiled, planned = self._together(batch, mode)
-            if self.decided.resident is None and mode.kind in ("train", "accumulate"):
-                self.decided = replace(self.decided, resident=planned.step.resident)
+            found = self._together(decided, batch, mode)
+            if isinstance(found, TooSmall):
+                return found
+            compiled, planned = found
             name, work = printable(type(self.frontend.model).__name__), compiled.assembly.work
             title = (
                 f"{mode.kind} step of {name}: {work.parameters / 1e6:.1f} M parameters, "
-                f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
+                f"budget {format_bytes(budget_bytes)}, peak {format_bytes(planned.peak_bytes)}. "
                 f"{self._world.chosen}"
             ).rstrip()
-            scheduled = prove(compiled, mode, planned, title, self.budget_bytes)
-        self._scheduled[key] = scheduled
+            scheduled = prove(compiled, mode, planned, title, budget_bytes)
+        decided = decided.with_program(batch, scheduled)
         _LOG.info("compiled a program to %s in %.1f s", mode.kind, time.perf_counter() - start)
         if self._dump is not None:
-            folder = mode.kind if not self._dumped else f"{mode.kind}-{self._dumped + 1}"
-            self._dumped += 1
-            write_dump(self._dump / folder, scheduled, self.schedule_of(scheduled, self.machine))
-        return scheduled
+            folder = mode.kind if decided.planned == 1 else f"{mode.kind}-{decided.planned}"
+            schedule = self.schedule_of(decided, scheduled, self.machine(decided))
+            write_dump(self._dump / folder, scheduled, schedule)
+        return decided
 
     def schedule_of(
-        self, scheduled: Scheduled, machine: Machine, measured: Measured | None = None
+        self, decided: Decisions, scheduled: Scheduled, machine: Machine, measured: Measured | None = None
     ) -> Schedule:
         """A program as something to look at, with times predicted for ``machine``."""
         return Schedule(
             scheduled.title, scheduled.compiled.assembly.work, scheduled.planned.plan, scheduled.mode,
-            machine, self.budget_bytes, measured=measured,
+            machine, decided.room.budget_bytes, measured=measured,
         )  # fmt: skip
 
-    def _together(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
+    def _together(self, decided: Decisions, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
         """Plan on rank 0; the plan, how far weights are cut and the predicted time are the same on all."""
         if self._world.size == 1:
-            return self._within(batch, mode)
-        found: list[tuple[Compiled, Planned]] = []
+            return self._within(decided, batch, mode)
+        found: list[tuple[Compiled, Planned] | TooSmall] = []
 
         def decide() -> bytes:
-            compiled, planned = self._within(batch, mode)
-            found.append((compiled, planned))
-            assert self.decided.cuts is not None
-            decided = {
-                "cuts": [[n, list(c)] for n, c in self.decided.cuts.items()],
+            here = self._within(decided, batch, mode)
+            found.append(here)
+            if isinstance(here, TooSmall):
+                return json.dumps({"why": here.why, "least": here.least_bytes}).encode()
+            compiled, planned = here
+            cuts = compiled.tiled.cuts if decided.cuts is None else decided.cuts
+            said = {
+                "cuts": [[n, list(c)] for n, c in cuts.items()],
                 "plan": planned.plan.to_json(),
                 "workload": compiled.assembly.work.digest,
                 "seconds": planned.seconds,
             }
-            return json.dumps(decided).encode()
+            return json.dumps(said).encode()
 
-        decided = json.loads(self._world.from_first(decide))
+        said = json.loads(self._world.from_first(decide))
         if found:
             return found[0]
-        cuts = {name: tuple(rows) for name, rows in decided["cuts"]}
-        self.decided = replace(self.decided, cuts=cuts)
-        compiled, plan = (
-            self.compile(batch, evaluate=mode.kind == "evaluate"),
-            Plan.from_json(decided["plan"]),
-        )
-        if decided["workload"] != compiled.assembly.work.digest:
+        if "why" in said:
+            return TooSmall(f"Rank 0: {said['why']}", said["least"])
+        decided = replace(decided, cuts={name: tuple(rows) for name, rows in said["cuts"]})
+        compiled = self.compile(decided, batch, evaluate=mode.kind == "evaluate")
+        work = compiled.assembly.work
+        if said["workload"] != work.digest:
             raise MegacompileError(
                 "The model or the batch is not that of rank 0: make the same model on every rank."
             )
-        planned = fitting(follow(plan, compiled.assembly.work, mode, self.machine, self.budget_bytes))
-        timeline = replace(planned.timeline, step_seconds=decided["seconds"])  # padding goes by it on all
+        plan, machine = Plan.from_json(said["plan"]), self.machine(decided)
+        planned = fitting(follow(plan, work, mode, machine, decided.room.budget_bytes))
+        timeline = replace(planned.timeline, step_seconds=said["seconds"])  # padding goes by it on all
         return compiled, replace(planned, timeline=timeline)
 
-    def _within(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned]:
-        """Plan, on rank 0; of the first batch, that decides how far weights are cut."""
-        found = self.plan(batch, mode)
-        compiled, planned = fitting(self.room.with_reserved(found) if isinstance(found, TooSmall) else found)
-        if self.decided.cuts is None:
-            self.decided = replace(self.decided, cuts=compiled.tiled.cuts)
-        return compiled, planned
+    def _within(self, decided: Decisions, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
+        """Plan, on rank 0."""
+        found = self.plan(decided, batch, mode)
+        return decided.room.with_reserved(found) if isinstance(found, TooSmall) else found
 
-    def plan(self, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
-        """A plan that also fits as the device's allocator lays it; nothing is decided by it."""
-        lacking_bytes = self.room.lacking_bytes
+    def plan(self, decided: Decisions, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
+        """A plan that also fits as the device's allocator lays it."""
+        room = decided.room
+        lacking_bytes = room.lacking_bytes
         if lacking_bytes is None:
-            return self._plan(batch, mode, self.budget_bytes)
+            return self._plan(decided, batch, mode, room.budget_bytes)
 
         def lacking(found: tuple[Compiled, Planned], budget: int) -> int:
             compiled, step = found[0], found[1].step
             requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
-            return lacking_bytes(budget + self.room.loose_bytes, step, requests)
+            return lacking_bytes(budget + room.loose_bytes, step, requests)
 
-        return plan_on_pages(lambda budget: self._plan(batch, mode, budget), lacking, self.budget_bytes)
+        return plan_on_pages(
+            lambda budget: self._plan(decided, batch, mode, budget), lacking, room.budget_bytes
+        )
 
-    def _plan(self, batch: Batch, mode: Mode, budget: int) -> tuple[Compiled, Planned] | TooSmall:
-        """Plan a kind of batch; of the first one, also how far weights are cut."""
-        evaluate, terms = mode.kind == "evaluate", self._terms(mode, budget)
-        cuts, layout = self.decided.cuts, self.decided.layout
+    def _plan(
+        self, decided: Decisions, batch: Batch, mode: Mode, budget: int
+    ) -> tuple[Compiled, Planned] | TooSmall:
+        """Plan a kind of batch; the first one also chooses how far weights are cut."""
+        evaluate, terms = mode.kind == "evaluate", self._terms(decided, mode, budget)
+        cuts, layout = decided.cuts, decided.layout
         chunks = self.frontend.chunks(batch, cuts or {}, evaluate=evaluate, layout=layout)
 
         def plan(chunk: int, most: int) -> tuple[Compiled, Planned] | TooSmall:
@@ -324,43 +212,39 @@ class Compiler:
 
         found = first_that_fits(chunks, budget, plan)
         if isinstance(found, TooSmall):
-            found = found.saying(*self.ways_out(batch, evaluate=evaluate), *self._finer(batch, evaluate))
+            ways = [*self.ways_out(decided, batch, evaluate=evaluate), *self._finer(decided, batch, evaluate)]
+            found = found.saying(*ways)
         return found
 
-    def ways_out(self, batch: Batch, *, evaluate: bool) -> Iterator[str]:
+    def ways_out(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""
-        cuts, layout = self.decided.cuts, self.decided.layout
+        cuts, layout = decided.cuts, decided.layout
         if why := self.frontend.why_whole(batch, cuts or {}, evaluate=evaluate, layout=layout):
             yield why
         if cuts is not None and batch.outputs is not None:
-            compiled = self.compile(batch, evaluate=evaluate)
+            compiled = self.compile(decided, batch, evaluate=evaluate)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
             names = [name or "the output" for name in compiled.captured.structure.names]
             largest = sorted(zip(sizes, names, strict=True), reverse=True)[:3]
             results = ", ".join(f"{name} of {format_bytes(nbytes)}" for nbytes, name in largest)
             yield f"What is predicted is computed there ({results}): give predict outputs= that return less."
 
-    def _finer(self, batch: Batch, evaluate: bool) -> Iterator[str]:
+    def _finer(self, decided: Decisions, batch: Batch, evaluate: bool) -> Iterator[str]:
         """Yield that another first batch might have had weights cut further, if so."""
-        cuts = self.decided.cuts
+        cuts = decided.cuts
         if cuts is None or self._planner is not None:
             return
         if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != cuts:
             yield _FIRST_DECIDES
 
-    def _terms(self, mode: Mode, budget: int) -> PlanTerms:
-        residents = self._may_reside(mode)
-        placement = self.decided.placement
-        return PlanTerms(self.machine, budget, self._tiers, placement, residents, self._planner)
+    def _terms(self, decided: Decisions, mode: Mode, budget: int) -> PlanTerms:
+        residents, machine = self._may_reside(decided, mode), self.machine(decided)
+        return PlanTerms(machine, budget, self._tiers, decided.placement, residents, self._planner)
 
-    def _may_reside(self, mode: Mode) -> tuple[int, ...] | None:
+    def _may_reside(self, decided: Decisions, mode: Mode) -> tuple[int, ...] | None:
         """Groups whose state may be on the device: any for the first program that trains, later its own."""
         if not self._device_state:
             return ()
-        if self.decided.resident is None:
-            return None if mode.kind in ("train", "accumulate") else ()
-        return self.decided.resident
-
-
-def _of_mesh(ranks: Ranks) -> StateLayout:
-    return StateLayout(ranks=ranks.shards, replicas=ranks.replicas)
+        if decided.resident is None:
+            return None if mode.computes_gradients else ()
+        return decided.resident

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api.block_timer import calibrated
+from megacompile.api.decisions import Scheduled
 from megacompile.api.device_weights import DeviceWeights
 from megacompile.api.generate_with_cache import Rollout
 from megacompile.api.generate_without_cache import generate, refuse_no_generator
 from megacompile.api.merged_weights import MergedWeights
 from megacompile.api.outside_loss import LossOfOutputs
-from megacompile.api.pipeline import Scheduled
 from megacompile.api.program_set import PlannedError
 from megacompile.api.rank_agreement import agreed_batches, described_optimizer
 from megacompile.api.session import CLOSED, Session
@@ -543,10 +543,10 @@ class Program:
         together.
         """
         self._ready()
-        compiler = self._session.compiler
+        session = self._session
         return [
-            (name, compiler.schedule_of(scheduled, compiler.machine))
-            for name, scheduled in self._session.plan_all(calls)
+            (name, session.schedule_of(scheduled, session.machine))
+            for name, scheduled in session.plan_all(calls)
         ]
 
     @property
@@ -700,7 +700,7 @@ class Program:
         if self.plans_only:
             raise PlannedError
         session.await_losses()
-        compiled = session.compiler.compile(micro[0], evaluate=True)
+        compiled = session.compiler.compile(session.decided, micro[0], evaluate=True)
         found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]
         output = compiled.captured.structure.around(found)
         if isinstance(output, LossCall):
@@ -764,29 +764,27 @@ class Program:
 
         Print it, write it as a page (``to_html``) or a trace (``to_chrome_trace``), or read its fx graph.
         """
-        return self._schedule_on(self._session.compiler.measured_machine)
+        return self._schedule_on(self.machine)
 
     @property
     def machine(self) -> Machine:
         """The machine that times are predicted for; a CPU as it is now, measured."""
-        return self._session.compiler.measured_machine
+        return self._session.measured_machine
 
     @property
     def largest_schedule(self) -> Schedule:
         """As ``schedule``, of the training program that computes most: the last batch of an epoch is often a
         small one."""
-        compiler = self._session.compiler
-        largest = max(
-            compiler.training, key=lambda s: sum(op.flops for op in s.planned.step.ops), default=None
-        )
-        return self._schedule_on(compiler.measured_machine, largest)
+        training = self._session.decided.training
+        largest = max(training, key=lambda s: sum(op.flops for op in s.planned.step.ops), default=None)
+        return self._schedule_on(self.machine, largest)
 
     def _schedule_on(self, machine: Machine, scheduled: Scheduled | None = None) -> Schedule:
         runtime, scheduled = self._session.runtime, scheduled or self._session.scheduled()
         traces = reversed(runtime.traces) if runtime else iter(())
         trace = next((trace for step, trace in traces if step is scheduled.planned.step), None)
         ran = align(scheduled.planned.step, list(trace)) if trace is not None else None
-        return self._session.compiler.schedule_of(scheduled, machine, ran)
+        return self._session.schedule_of(scheduled, machine, ran)
 
     @alone
     def profile(self) -> Schedule:
@@ -818,8 +816,7 @@ class Program:
     @property
     def budget_bytes(self) -> int:
         """Device bytes of the budget, with what the device's driver and libraries take of them."""
-        room = self._session.compiler.room
-        return room.budget_bytes + room.reserved_bytes
+        return self._session.decided.room.device_bytes
 
     @property
     def memory(self) -> Memory:
@@ -828,14 +825,14 @@ class Program:
         host = runtime.state.nbytes() | runtime.buffers.nbytes() if runtime else {}
         offload = runtime.state.offload if runtime else None
         return Memory(
-            budget_bytes=session.compiler.budget_bytes,
+            budget_bytes=session.decided.room.budget_bytes,
             device_peak_bytes=runtime.peak_bytes if runtime else 0,
             predicted_peak_bytes=session.predicted_peak,
             host_bytes=host,
             host_budget_bytes=session.settings.host_budget_bytes,
             resident_peak_bytes=resident_peak_bytes(),
             storage_bytes=offload.storage.nbytes if offload else 0,
-            traffic=self._schedule_on(session.compiler.machine).traffic if offload else "",
+            traffic=self._schedule_on(session.machine).traffic if offload else "",
             page_locked_bytes=runtime.device.host.page_locked_bytes if runtime else 0,
             staged_bytes=runtime.device.host.staged_bytes if runtime else 0,
         )

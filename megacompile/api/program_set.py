@@ -1,19 +1,24 @@
-"""Plan the programs that a run will need, before its state is allocated: all fit, or one least budget."""
+"""Plan the programs that a run will need, before its state is allocated: all fit, or one least budget.
+
+In: a :class:`ProgramSet`, the programs that were asked for. Out: the
+:class:`~megacompile.api.decisions.Decisions` by which all of them are planned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from megacompile.api.allocate_state import check_beside, check_state
+from megacompile.api.decisions import Decisions, Scheduled
 from megacompile.api.device_budget import DeviceRoom
-from megacompile.api.pipeline import Compiler, Scheduled
+from megacompile.api.pipeline import Compiler
 from megacompile.api.rank_agreement import agreed_program
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.errors import BudgetError
-from megacompile.graph.tile_cuts import Cuts
 from megacompile.planner.min_feasible_budget import describe_peak
+from megacompile.planner.too_small import TooSmall
 from megacompile.runtime.executor import Runtime
 from megacompile.schedule.plan import Mode
 from megacompile.state.host_budget import host_states, storage_window
@@ -41,162 +46,161 @@ class Member:
         return self.batch.key, self.mode
 
 
+Planning = Callable[[Decisions, Member], Decisions | TooSmall]
+"""Plans a member beside the programs that there are."""
+
+
+@dataclass(frozen=True)
 class ProgramSet:
     """The programs that were asked for so far, each planned within the room that the ones before it needed.
 
-    The first one lays the state out, unless it is allocated already.
+    ``room`` is that of the user's budget; ``name`` says what the next programs are for. ``lays_out`` is the
+    member that lays the state out; None: it is allocated already. ``refused`` are the members that needed a
+    larger room, once for each time.
     """
 
-    def __init__(self, compiler: Compiler, settings: Settings, runtime: Runtime | None) -> None:
-        self._compiler, self._settings, self._runtime = compiler, settings, runtime
-        self._room, self._before = compiler.room, compiler.programs
-        self._refused: list[Member] = []
-        self._lays_out: Member | None = None
-        self._name = ""
-        self.members: list[Member] = []
+    room: DeviceRoom
+    name: str = ""
+    members: tuple[Member, ...] = ()
+    refused: tuple[Member, ...] = ()
+    lays_out: Member | None = None
 
     @property
     def fits(self) -> bool:
         """Return whether all members so far fit the budget."""
-        return not self._refused
+        return not self.refused
 
-    def begin(self, name: str) -> None:
-        """Note what the next programs are for."""
-        self._name = name
-
-    def add(self, batch: Batch, mode: Mode) -> None:
+    def adding(self, batch: Batch, mode: Mode) -> ProgramSet:
         """Ask for a program, which is planned next."""
-        self.members.append(Member(self._name, batch, mode))
+        return replace(self, members=(*self.members, Member(self.name, batch, mode)))
 
-    def refuse(self, error: BudgetError) -> None:
-        """Go on within the room that the last member needs."""
-        if len(self._refused) == _ROUNDS:
-            raise error
-        self._refused.append(self.members[-1])
-        self._compiler.take_room(_larger(self._compiler.room, error))
-
-    def lay_out(self, scheduled: Scheduled) -> None:
+    def laid_out(self, decided: Decisions) -> ProgramSet:
         """Plan what comes next for the state as the last member has it."""
-        if self.fits:
-            self._room = self._compiler.room  # less than before where kernels took more
-        self._lays_out = self.members[-1]
-        self._compiler.lay_out(scheduled)
+        # less room than before where kernels took more
+        room = decided.room if self.fits else self.room
+        return replace(self, room=room, lays_out=self.members[-1])
 
-    def settle(self) -> None:
-        """Have all members planned within the budget; raise :class:`BudgetError` with the least that suffices
-        for all of them, else."""
-        if self._refused:
-            room, worst = self._room_of_all()
-            if room.device_bytes > self._room.device_bytes:
-                error = self._refusal(room, worst)
-                self.forget()
-                raise self._settings.world.agreed(error)
-        self._check_host()
+    def grown(self, decided: Decisions, small: TooSmall) -> tuple[ProgramSet, Decisions]:
+        """Go on within the room that the last member needs."""
+        if len(self.refused) == _ROUNDS:
+            raise small.error
+        refused = (*self.refused, self.members[-1])
+        return replace(self, refused=refused), decided.within(_larger(decided.room, small))
 
-    def forget(self) -> None:
-        """Leave the compiler as it was before."""
-        if self._runtime is None:
-            self._compiler.begin_again(self._room)
-        else:
-            self._compiler.go_back(self._room, self._before)
-
-    def scheduled(self) -> Iterator[tuple[str, Scheduled]]:
+    def scheduled(self, decided: Decisions) -> Iterator[tuple[str, Scheduled]]:
         """Yield each program once, with what it is for."""
-        seen: set[tuple[object, ...]] = set()
+        once: dict[tuple[object, ...], Member] = {}
         for member in self.members:
-            if member.key not in seen:
-                seen.add(member.key)
-                yield member.name, self._planned(member)
-
-    def _room_of_all(self) -> tuple[DeviceRoom, Member]:
-        """The room that suffices for all members, and the one that needs it.
-
-        How far weights are cut is decided by the first member that was refused, as for it alone; a member
-        that this leaves too little room decides then, each once. After that rooms grow.
-        """
-        room, worst = self._room, self._refused[-1]
-        if self._runtime is not None or len({member.key for member in self.members}) == 1:
-            # how far weights are cut was decided, or by this program alone
-            return self._compiler.room, worst
-        cuts: Cuts | None = None
-        decided: set[tuple[object, ...]] = set()
-        member, error = self._refused[0], BudgetError("No program is planned yet.")
-        for _ in range(_ROUNDS):
-            before = room
-            if member.key in decided:
-                room = _larger(room, error)
-            else:
-                decided.add(member.key)
-                room, cuts = self._alone(member, room)
-            worst = member if room.device_bytes > before.device_bytes else worst
-            refused = self._first_refused(room, cuts)
-            if refused is None:
-                return room, worst
-            member, error = refused
-        raise error
-
-    def _alone(self, member: Member, room: DeviceRoom) -> tuple[DeviceRoom, Cuts | None]:
-        """The room that a program needs by itself, this one at least, and how far weights are cut then."""
-        for _ in range(_ROUNDS):
-            self._compiler.begin_again(room)
-            try:
-                self._planned(member)
-                break
-            except BudgetError as error:
-                room = _larger(room, error)
-        return room, self._compiler.decided.cuts
-
-    def _first_refused(self, room: DeviceRoom, cuts: Cuts | None) -> tuple[Member, BudgetError] | None:
-        """Plan all members anew; the first one that has no room, and why."""
-        self._compiler.begin_again(room, cuts)
-        for member in self.members:
-            try:
-                scheduled = self._planned(member)
-            except BudgetError as error:
-                return member, error
-            if member is self._lays_out:
-                self._compiler.lay_out(scheduled)
-        return None
-
-    def _planned(self, member: Member) -> Scheduled:
-        return agreed_program(self._compiler, member.batch, member.mode, self._settings)
-
-    def _refusal(self, room: DeviceRoom, worst: Member) -> BudgetError:
-        scheduled, least = self._planned(worst), room.device_bytes
-        why = describe_peak(scheduled.planned.step, scheduled.compiled.assembly.work)
-        ways = [*self._compiler.ways_out(worst.batch, evaluate=worst.mode.kind == "evaluate")]
-        names = list(dict.fromkeys(member.name for member in self.members))
-        of_all = f", the least that suffices for all of {', '.join(names)}" if len(names) > 1 else ""
-        return BudgetError(
-            f"hbm_budget={format_bytes(self._room.device_bytes)} is too small: {worst.name} needs {least} "
-            f"bytes ({format_bytes(least)}){of_all}; {why}. "
-            + " ".join([*ways, "Raise the budget, or make the batch or the sequences smaller."]),
-            least_bytes=least,
-        )
-
-    def _check_host(self) -> None:
-        """Refuse what the host has no room for: the state, and what programs keep beside it."""
-        settings = self._settings
-        form, budget, world = settings.optimizer_state, settings.host_budget_bytes, settings.world
-        try:
-            if self._runtime is not None:
-                stored = self._runtime.state.total_bytes
-            elif self._lays_out is not None:
-                first = self._planned(self._lays_out)
-                plan, assembly = first.planned.plan, first.compiled.assembly
-                check_state(first.planned.step, plan, assembly, form, settings.offload_dirs, budget, world)
-                places = place_groups(assembly.groups, form, host_states(plan))
-                stored = host_state_bytes(places, storage_window(plan))
-            for _, scheduled in self.scheduled():
-                check_beside(stored, scheduled.planned.step, scheduled.compiled.assembly.work, budget)
-        except BudgetError as error:
-            self.forget()
-            world.agreed(error)
-            raise
+            once.setdefault(member.key, member)
+        for member in once.values():
+            yield member.name, decided.program(member.batch, member.mode)
 
 
-def _larger(room: DeviceRoom, error: BudgetError) -> DeviceRoom:
-    """The room that the error asks for."""
-    if error.least_bytes is None or error.least_bytes <= room.device_bytes:
-        raise error
-    return room.within(error.least_bytes)
+def settle(
+    asked: ProgramSet,
+    decided: Decisions,
+    compiler: Compiler,
+    settings: Settings,
+    runtime: Runtime | None,
+) -> Decisions:
+    """All programs planned within the budget.
+
+    Raises :class:`BudgetError` with the least that suffices for all of them, or where the host has no room.
+    """
+
+    def plan(decided: Decisions, member: Member) -> Decisions | TooSmall:
+        return agreed_program(compiler, decided, member.batch, member.mode, settings)
+
+    if asked.refused:
+        worst = asked.refused[-1]
+        if runtime is None and len({member.key for member in asked.members}) > 1:
+            # else how far weights are cut was decided, or by this program alone
+            decided, worst = _within_least(asked, decided, plan)
+        if decided.room.device_bytes > asked.room.device_bytes:
+            raise _refusal(asked, decided, worst, compiler)
+    _check_host(asked, decided, settings, runtime)
+    return decided
+
+
+def _within_least(asked: ProgramSet, decided: Decisions, plan: Planning) -> tuple[Decisions, Member]:
+    """All members planned within the room that suffices for them, and the one that needs it.
+
+    How far weights are cut is decided by the first member that was refused, as for it alone; a member
+    that this leaves too little room decides then, each once. After that rooms grow.
+    """
+    member, worst = asked.refused[0], asked.refused[-1]
+    small = TooSmall("No program is planned yet.")
+    decided = decided.anew(asked.room)
+    decide: set[tuple[object, ...]] = set()
+    for _ in range(_ROUNDS):
+        before = decided
+        if member.key in decide:
+            decided = before.anew(_larger(before.room, small), before.cuts)
+        else:
+            decide.add(member.key)
+            alone = _alone(member, before.anew(before.room), plan)
+            decided = alone.anew(alone.room, alone.cuts)
+        worst = member if decided.room.device_bytes > before.room.device_bytes else worst
+        found = _all(asked, decided, plan)
+        if isinstance(found, Decisions):
+            return found, worst
+        member, small = found
+    raise small.error
+
+
+def _alone(member: Member, decided: Decisions, plan: Planning) -> Decisions:
+    """A program planned by itself, within the room that it needs, this one at least."""
+    for _ in range(_ROUNDS):
+        found = plan(decided, member)
+        if isinstance(found, Decisions):
+            return found
+        decided = decided.within(_larger(decided.room, found))
+    return decided
+
+
+def _all(asked: ProgramSet, decided: Decisions, plan: Planning) -> Decisions | tuple[Member, TooSmall]:
+    """All members planned, or the first one that has no room, and why."""
+    for member in asked.members:
+        found = plan(decided, member)
+        if isinstance(found, TooSmall):
+            return member, found
+        decided = found
+        if member is asked.lays_out:
+            decided = decided.laid_out(decided.program(member.batch, member.mode))
+    return decided
+
+
+def _refusal(asked: ProgramSet, decided: Decisions, worst: Member, compiler: Compiler) -> BudgetError:
+    scheduled, least = decided.program(worst.batch, worst.mode), decided.room.device_bytes
+    why = describe_peak(scheduled.planned.step, scheduled.compiled.assembly.work)
+    ways = [*compiler.ways_out(decided, worst.batch, evaluate=worst.mode.kind == "evaluate")]
+    names = list(dict.fromkeys(member.name for member in asked.members))
+    of_all = f", the least that suffices for all of {', '.join(names)}" if len(names) > 1 else ""
+    return BudgetError(
+        f"hbm_budget={format_bytes(asked.room.device_bytes)} is too small: {worst.name} needs {least} "
+        f"bytes ({format_bytes(least)}){of_all}; {why}. "
+        + " ".join([*ways, "Raise the budget, or make the batch or the sequences smaller."]),
+        least_bytes=least,
+    )
+
+
+def _check_host(asked: ProgramSet, decided: Decisions, settings: Settings, runtime: Runtime | None) -> None:
+    """Refuse what the host has no room for: the state, and what programs keep beside it."""
+    form, budget = settings.optimizer_state, settings.host_budget_bytes
+    if runtime is not None:
+        stored = runtime.state.total_bytes
+    elif asked.lays_out is not None:
+        first = decided.program(asked.lays_out.batch, asked.lays_out.mode)
+        plan, assembly = first.planned.plan, first.compiled.assembly
+        check_state(first.planned.step, plan, assembly, form, settings.offload_dirs, budget, settings.world)
+        places = place_groups(assembly.groups, form, host_states(plan))
+        stored = host_state_bytes(places, storage_window(plan))
+    for _, scheduled in asked.scheduled(decided):
+        check_beside(stored, scheduled.planned.step, scheduled.compiled.assembly.work, budget)
+
+
+def _larger(room: DeviceRoom, small: TooSmall) -> DeviceRoom:
+    """The room that was too small, as large as it has to be."""
+    if small.least_bytes is None or small.least_bytes <= room.device_bytes:
+        raise small.error
+    return room.within(small.least_bytes)

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megacompile.api.decisions import Decisions, Scheduled
 from megacompile.api.padder import OfRanks
-from megacompile.api.pipeline import Compiler, Scheduled
+from megacompile.api.pipeline import Compiler
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
 from megacompile.capture.padding import pad_batch
 from megacompile.distributed.world import World
 from megacompile.graph.forward_outputs import OutputsFn
 from megacompile.graph.right_padding import is_padded_right
+from megacompile.planner.too_small import TooSmall
 from megacompile.runtime.step_results import step_seed
 from megacompile.schedule.plan import Mode
 from megacompile.state.adam import Kernel, backend
@@ -34,13 +36,19 @@ Weigh = Callable[[list[Batch]], list[float]]
 """Gives the weights of micro-batches' losses, or refuses them."""
 
 
-def agreed_program(compiler: Compiler, batch: Batch, mode: Mode, settings: Settings) -> Scheduled:
-    """The program for a kind of batch, the same on all ranks; refused on all where one refuses it."""
+def agreed_program(
+    compiler: Compiler, decided: Decisions, batch: Batch, mode: Mode, settings: Settings
+) -> Decisions | TooSmall:
+    """The decisions with the program for a kind of batch, the same on all ranks; refused on all where one
+    refuses it."""
     world = settings.world
-    if world.size > 1 and compiler.number(batch, mode) < 0:
-        fresh = world.agree(lambda: compiler.schedule(batch, mode))
-        world.compare(lambda: _described_program(fresh, settings))
-    return compiler.schedule(batch, mode)
+    if world.size == 1 or decided.number(batch, mode) >= 0:
+        return compiler.schedule(decided, batch, mode)
+    found = world.agree(lambda: compiler.schedule(decided, batch, mode))
+    if not isinstance(found, TooSmall):
+        program = found.program(batch, mode)
+        world.compare(lambda: _described_program(program, settings))
+    return found
 
 
 def _described_program(scheduled: Scheduled, settings: Settings) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def agreed_batches(
     def read() -> dict[str, Any]:
         micro[:] = session.read(given, evaluate=evaluate, outputs=outputs)
         ranks = _of_one_rank(session, micro)
-        return ranks | (settle() if session.compiler.knows(micro[0]) and ranks["one_kind"] else {})
+        return ranks | (settle() if session.decided.knows(micro[0]) and ranks["one_kind"] else {})
 
     def settle() -> dict[str, Any]:
         weights[:] = weigh(micro)
@@ -143,7 +151,7 @@ def _described_batches(
     return {
         "micro": len(micro),
         "shapes": "; ".join(map(_shapes, micro if not one_kind else micro[:1])),
-        "program": [[kind, of.key[0], str(of.key[1]), session.compiler.number(of, mode)] for of in first],
+        "program": [[kind, of.key[0], str(of.key[1]), session.decided.number(of, mode)] for of in first],
         "optimizer": described_optimizer(session),
         "place": [session.seed, session.calls],
         "count": [None if count is None else float(count) for count in counts],

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,12 +28,13 @@ from megacompile.api.allocate_state import allocate
 from megacompile.api.batch_reader import Intake
 from megacompile.api.bound_programs import Bindings
 from megacompile.api.choose_mesh import settle_mesh
+from megacompile.api.decisions import Decisions, Scheduled
 from megacompile.api.device_budget import DeviceRoom
 from megacompile.api.forked_child import refuse_forked_child
 from megacompile.api.outside_loss import LossOfOutputs, OutsideLoss
 from megacompile.api.padder import OfRanks
-from megacompile.api.pipeline import Compiler, Scheduled
-from megacompile.api.program_set import PlannedError, ProgramSet
+from megacompile.api.pipeline import Compiler
+from megacompile.api.program_set import PlannedError, ProgramSet, settle
 from megacompile.api.rank_agreement import agreed_program, micro_seeds
 from megacompile.api.settings import Settings
 from megacompile.capture.batch import Batch
@@ -40,6 +42,10 @@ from megacompile.capture.changes_after_compile import Frozen
 from megacompile.capture.loss_cut import LossCut
 from megacompile.errors import BudgetError, DeviceFullError, DeviceLostError, ProgramError
 from megacompile.graph.forward_outputs import OutputsFn
+from megacompile.hardware.machine import Machine
+from megacompile.hardware.measured_step import Measured
+from megacompile.planner.too_small import TooSmall, fitting
+from megacompile.report.schedule import Schedule
 from megacompile.runtime.bound_step import BoundStep
 from megacompile.runtime.call_context import exclusive, refuse_autocast, whole_step
 from megacompile.runtime.device import Device
@@ -66,6 +72,7 @@ _LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compi
 class Session:
     """Compiles, binds and runs the programs of one model.
 
+    ``decided`` is the state of the compile: planning replaces it by another value, here and nowhere else.
     ``inconsistent`` says, once a fault has left some weights updated and others not, what to do about it.
     ``current`` is the training program that ran last; ``calls`` counts the runs that drew a seed.
     """
@@ -80,6 +87,7 @@ class Session:
     ) -> None:
         self.model, self.optimizer, self.compiler, self.settings = model, optimizer, compiler, settings
         self.world = settings.world
+        self.decided = Decisions(settings.measure_room()).on_mesh(self.world.ranks)
         self._frozen = Frozen(model, optimizer)
         self.values = ModelValues(model, optimizer, weights)
         self._plain_loop = watch_plain_loop(model)
@@ -89,10 +97,10 @@ class Session:
         self.predicted_peak = 0
         self.seed, self.calls = settings.seed, 0
         self.inconsistent = ""
-        self.planning: ProgramSet | None = None  # while programs are planned, and nothing runs
+        self.planning: ProgramSet | None = None  # what is planned together, while nothing runs
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
-        self.intake = Intake(model, compiler, settings.max_seq_len)
+        self.intake = Intake(model, compiler.frontend, settings.max_seq_len)
         self._bindings = Bindings(compiler)
         self._ran_last: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -134,7 +142,7 @@ class Session:
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
         """Return what was read, padded where that saves compiling, or as several ranks need it, with what the
         host computes of it."""
-        micro = self.intake.padder.padded(micro, first=self.current is None, ranks=ranks)
+        micro = self.intake.padder.padded(micro, self.decided, first=self.current is None, ranks=ranks)
         frontend = self.compiler.frontend
         seeds = micro_seeds(self.seed, self.calls, len(micro), self.world)
         return [
@@ -152,18 +160,18 @@ class Session:
         checkpoint that is loaded next."""
         if self.planning is not None:
             return self._planned(self.planning, batch, mode, resumed)
-        if self.compiler.programs and not self.compiler.knows(batch) and mode.kind != "evaluate":
+        if self.decided.programs and not self.decided.knows(batch) and mode.kind != "evaluate":
             if not self.laid_out_for_forwards:
                 self._tell_of_another(batch)
             self.laid_out_for_forwards = False
         if self.runtime is None:
-            scheduled = self._first_program(batch, mode, resumed)
+            scheduled = self._taken(self._first_program(batch, mode, resumed), batch, mode)
             self._take_over(scheduled)
         else:
-            if self.compiler.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
-                self.compiler.take_room(room)
-                self.compiler.keep(lambda known: known in self._bindings or known is self.current)
-            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            if self.decided.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
+                ran = self.decided.only(lambda known: known in self._bindings or known is self.current)
+                self.decided = ran.within(room)
+            scheduled = self._taken(self._with_programs([batch], mode), batch, mode)
             state = self.runtime.state
             self.world.agree(lambda: self._bindings.admit(scheduled, state, self.settings))
         if mode.kind != "evaluate" or self.current is None:
@@ -173,40 +181,42 @@ class Session:
 
     def plan_all(self, calls: Mapping[str, Callable[[], object]]) -> list[tuple[str, Scheduled]]:
         """Plan the programs of all calls, and run none; see :meth:`Program.plan_all`."""
-        current, self.planning = self.current, ProgramSet(self.compiler, self.settings, self.runtime)
+        before, current, self.planning = self.decided, self.current, ProgramSet(self.decided.room)
         try:
             for name, call in calls.items():
-                self.planning.begin(name)
+                self.planning = replace(self.planning, name=name)
                 with suppress(PlannedError):
                     call()
-            with self.world.together():
-                self.planning.settle()
-            return list(self.planning.scheduled())
+            with self.world.together(), self._agreeing():
+                self.decided = settle(self.planning, self.decided, self.compiler, self.settings, self.runtime)
+            return list(self.planning.scheduled(self.decided))
         except BaseException:
-            self.planning.forget()
+            # the mesh stays chosen, and the room as small as it was found
+            self.decided = before if self.runtime is not None else self.decided.anew(self.planning.room)
             raise
         finally:
             self.planning, self.current = None, current
 
-    def _planned(self, planning: ProgramSet, batch: Batch, mode: Mode, resumed: Path | None) -> Scheduled:
+    def _planned(self, asked: ProgramSet, batch: Batch, mode: Mode, resumed: Path | None) -> Scheduled:
         """The program for a kind of batch as a part of those that are planned together."""
-        first = self.runtime is None and not planning.members
+        first = self.runtime is None and not asked.members
         if first and mode.kind == "evaluate":
             raise ProgramError("The first program of plan_all has to train: call program.prepare in it.")
         if first and (longest := self.intake.longest(batch)) is not None:
-            planning.add(longest, mode)
-        planning.add(batch, mode)
-        while True:
-            try:
-                if first:
-                    scheduled = self._first_program(batch, mode, resumed)
-                else:
-                    scheduled = agreed_program(self.compiler, batch, mode, self.settings)
-                break
-            except BudgetError as error:
-                planning.refuse(error)
+            asked = asked.adding(longest, mode)
+        self.planning = asked = asked.adding(batch, mode)
+
+        def plan() -> Decisions | TooSmall:
+            return self._first_program(batch, mode, resumed) if first else self._with_programs([batch], mode)
+
+        while isinstance(found := plan(), TooSmall):
+            with self._agreeing():
+                asked, self.decided = asked.grown(self.decided, found)
+            self.planning = asked
+        scheduled = self._taken(found, batch, mode)
         if first:
-            planning.lay_out(scheduled)
+            self.planning = asked.laid_out(self.decided)
+            self.decided = self.decided.laid_out(scheduled)
         if mode.kind != "evaluate" or self.current is None:
             self.current = scheduled
         return scheduled
@@ -222,7 +232,7 @@ class Session:
         if last is not None and last.settings != batch.settings:
             why = ", as modes or attributes of the model's modules changed"
             way_out = "leave them as they are between steps"
-        elif any(key[:5] == batch.key[:5] for key in self.compiler.keys):
+        elif any(key[:5] == batch.key[:5] for key in self.decided.keys):
             why = ", as sizes that the forward reads from its values are others, such as those of images"
             way_out = "give batches of few combinations of sizes"
         if not self.is_new(why):
@@ -230,24 +240,52 @@ class Session:
         text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
         warnings.warn(text, stacklevel=6)
 
-    def _first_program(self, batch: Batch, mode: Mode, resumed: Path | None) -> Scheduled:
-        """The program for a kind of batch, its kernels loaded; planned again as long as they took more of the
-        device than was left to them."""
+    def _first_program(self, batch: Batch, mode: Mode, resumed: Path | None) -> Decisions | TooSmall:
+        """The decisions with the program for a kind of batch, its kernels loaded; planned again as long as
+        these took more of the device than was left to them."""
         self._find_exact()
         longest = self.intake.longest(batch)
-        settle_mesh(self.compiler, longest or batch, mode, self.settings, resumed)
+        self.decided = settle_mesh(
+            self.compiler, self.decided, longest or batch, mode, self.settings, resumed
+        )
         while True:
-            if longest is not None:  # first: how far weights are cut must suffice for it
-                self.world.agree(lambda: self.compiler.schedule(longest, mode))
-            scheduled = agreed_program(self.compiler, batch, mode, self.settings)
+            # first the longest: how far weights are cut must suffice for it
+            found = self._with_programs([batch] if longest is None else [longest, batch], mode)
+            if isinstance(found, TooSmall):
+                return found
             if self.planning is not None and not self.planning.fits:  # this room is another budget's
-                return scheduled
+                return found
+            scheduled = found.program(batch, mode)
             self.world.agree(partial(self._bindings.make_ready, scheduled, self.settings.device))
             room = self._shorter_room()
             if room is None:
-                return scheduled
-            self._bindings.drop(scheduled)
-            self.compiler.begin_again(room)
+                return found
+            self.decided = self.decided.anew(room)
+
+    def _with_programs(self, batches: Sequence[Batch], mode: Mode) -> Decisions | TooSmall:
+        """The decisions with the programs of these kinds of batches, planned in this order."""
+        decided = self.decided
+        for batch in batches:
+            found = agreed_program(self.compiler, decided, batch, mode, self.settings)
+            if isinstance(found, TooSmall):
+                return found
+            decided = found
+        return decided
+
+    def _taken(self, found: Decisions | TooSmall, batch: Batch, mode: Mode) -> Scheduled:
+        """Go on by these decisions, which have a program for a kind of batch; refused where they have not."""
+        with self._agreeing():
+            self.decided = fitting(found)
+        return self.decided.program(batch, mode)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """All ranks raise the same budget errors inside, and can go on together after them."""
+        try:
+            yield
+        except BudgetError as error:
+            self.world.agreed(error)
+            raise
 
     def _find_exact(self) -> None:
         """Look which frozen weights need no FP32 masters, by the values that the first rank has now."""
@@ -258,12 +296,12 @@ class Session:
             return json.dumps(self.values.exact(frontend.rounded)).encode()
 
         if frontend.take_exact(set(json.loads(self.world.from_first(look)))):
-            self.compiler.begin_again(self.compiler.room)
+            self.decided = self.decided.anew(self.decided.room)
 
     def _shorter_room(self) -> DeviceRoom | None:
         """Measure what plans may use of the device now; None unless it is less than they were made for by
         more than was left to the driver."""
-        planned = self.compiler.room
+        planned = self.decided.room
         with naming_failures(self.settings.device):
             room = self.settings.measure_room()
         if not room.short_of(planned):
@@ -276,10 +314,11 @@ class Session:
 
     def forget_programs(self) -> None:
         """Capture and compile every kind of batch anew, over the same state."""
-        self.compiler.forget()
+        self.compiler.frontend.forget()
+        self.decided = self.decided.only(lambda known: False)
         self._bindings.clear()
         self._ran_last = None
-        self.intake = Intake(self.model, self.compiler, self.settings.max_seq_len)
+        self.intake = Intake(self.model, self.compiler.frontend, self.settings.max_seq_len)
 
     def close(self) -> None:
         """End the runtime's threads. The state stays, until the model or another program has the values."""
@@ -319,7 +358,7 @@ class Session:
         state, device = self.world.agree(allocated)
         self._plain_loop.remove()
         self.values.take_over(state, assembly.homes, self)
-        self.compiler.lay_out(scheduled)
+        self.decided = self.decided.laid_out(scheduled)
         self.runtime = Runtime(state, device)
         self._follow_modes()
         if self.world.rank == 0:
@@ -374,8 +413,7 @@ class Session:
         if self.runtime is not None and self.runtime.device.unsettled:
             room = self._shorter_room()
             if room is not None:
-                self._bindings.drop(scheduled)
-                self.compiler.plan_within(room, scheduled)
+                self._plan_within(room, scheduled)
                 scheduled = self.schedule(micro[0], mode)
         try:
             return self._run(scheduled, micro, mode, weights, loss)
@@ -391,8 +429,7 @@ class Session:
             raise error
         if trains:
             self.runtime.drop_gradients()  # of the step that is repeated
-        self._bindings.drop(scheduled)
-        before = self.compiler.room
+        before = self.decided.room
         try:
             room = min(before.less(), self.settings.measure_room(), key=lambda room: room.budget_bytes)
             more = format_bytes(before.budget_bytes - room.budget_bytes)
@@ -401,10 +438,14 @@ class Session:
                 "report this.",
                 stacklevel=6,
             )
-            self.compiler.plan_within(room, scheduled)
+            self._plan_within(room, scheduled)
             return self.schedule(batch, mode)
         except BudgetError as least:
             raise error from least
+
+    def _plan_within(self, room: DeviceRoom, scheduled: Scheduled) -> None:
+        """Forget a program, to plan it again within other room."""
+        self.decided = self.decided.only(lambda known: known is not scheduled).within(room)
 
     def _run(
         self,
@@ -419,13 +460,13 @@ class Session:
         if scheduled not in self._bindings:
             self.finish_saving()
             runtime.state.copies.free()  # where this program's buffers may want to be
-        bound = self._bindings.bind(scheduled, runtime.device)
+        bound = self._bindings.bind(scheduled, self.decided, runtime.device)
         if bound is not self._ran_last:
             runtime.synchronize()
             self._ran_last = bound
         if mode.kind != "evaluate":
             self._last_batch = micro[0]  # whose program an update by hand belongs to
-        if mode.kind in ("train", "accumulate") and isinstance(micro[0].outputs, LossCut):
+        if mode.computes_gradients and isinstance(micro[0].outputs, LossCut):
             loss = lambda i, call: call.run(micro[i].withheld)  # noqa: E731
         self.outside = OutsideLoss(loss, scheduled.compiled, micro, weights) if loss is not None else None
         updates = mode.kind in ("train", "update")
@@ -445,7 +486,7 @@ class Session:
             results = runtime.run(bound, inputs)
         if updates and isinstance(self.settings.optimizer_state, TorchOptimizer):
             self.settings.optimizer_state.advance(cast("Sequence[GroupSettings]", inputs.hypers))
-        self.calls += mode.kind in ("train", "accumulate")
+        self.calls += mode.computes_gradients
         if results.takes_norm:
             self.unreported.append(results)
         return results
@@ -454,11 +495,27 @@ class Session:
         """Apply all gradients that wait, whichever kinds of batch they are of."""
         assert self._last_batch is not None and self.runtime is not None
         landed = self.runtime.landed
-        work = self.compiler.compile(self._last_batch, evaluate=False).assembly.work
+        work = self.compiler.compile(self.decided, self._last_batch, evaluate=False).assembly.work
         mode = Mode("update", landed=() if set(landed) == set(work.contributions) else landed)
         results = self.run([self._last_batch], mode, [])
         assert not self.runtime.has_gradients
         return results
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that is planned for."""
+        return self.compiler.machine(self.decided)
+
+    @property
+    def measured_machine(self) -> Machine:
+        """The machine that times are predicted for."""
+        return self.compiler.measured_machine(self.decided)
+
+    def schedule_of(
+        self, scheduled: Scheduled, machine: Machine, measured: Measured | None = None
+    ) -> Schedule:
+        """A program as something to look at, with times predicted for ``machine``."""
+        return self.compiler.schedule_of(self.decided, scheduled, machine, measured)
 
     def output(self, results: StepResults, weights: Sequence[float]) -> StepOutput:
         """The results of a run, as the caller of a step has them."""

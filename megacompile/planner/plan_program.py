@@ -51,7 +51,7 @@ class PlanTerms:
 
     def follows(self, mode: Mode) -> bool:
         """Return whether the planner of one's own plans this step: as given, and no more."""
-        return self.planner is not None and mode.kind in ("train", "accumulate")
+        return self.planner is not None and mode.computes_gradients
 
     def places_state(self, mode: Mode) -> bool:
         """Return whether the search chooses the groups whose state is on the device."""

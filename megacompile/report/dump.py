@@ -20,8 +20,8 @@ from megacompile.schedule.step import Step, memory_curve
 from megacompile.units import format_bytes
 
 if TYPE_CHECKING:
+    from megacompile.api.decisions import Scheduled
     from megacompile.api.frontend import Compiled
-    from megacompile.api.pipeline import Scheduled
     from megacompile.report.schedule import Schedule
     from megacompile.schedule.plan import Mode, Plan
 

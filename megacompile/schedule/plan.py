@@ -149,6 +149,11 @@ class Mode:
     landed: tuple[int, ...] = ()
 
     @property
+    def computes_gradients(self) -> bool:
+        """Return whether a step runs a backward."""
+        return self.kind in ("train", "accumulate")
+
+    @property
     def keeps_gradients(self) -> bool:
         """Return whether whole gradients wait on the host, 4 bytes per parameter (2 for bf16)."""
         return self.deferred or self.kind != "train" or self.micro_batches > 1

@@ -113,7 +113,7 @@ def trained(model: nn.Module, batches: list[Any]) -> int:
     state = program.state_dict()
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-    found = program._session.compiler.programs
+    found = len(program._session.decided.programs)
     program.close()
     return found
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.api.decisions import Decisions
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
 
@@ -74,7 +75,7 @@ class Pair:
 
     @property
     def programs(self) -> int:
-        return self.program._session.compiler.programs
+        return len(self.program._session.decided.programs)
 
     def close(self) -> None:
         """The weights of both are equal."""
@@ -140,8 +141,8 @@ def test_a_length_gets_a_program_once_its_padding_has_cost_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step of any program takes a second here, and compiling takes 2.3."""
+    monkeypatch.setattr(Decisions, "seconds", lambda *_: (1.0, 2.3))
     pair = Pair()
-    monkeypatch.setattr(pair.program._session.compiler, "seconds", lambda _: (1.0, 2.3))
     pair.step([tokens(11), tokens(31)])
     for _ in range(6):
         pair.step([tokens(11), tokens(20)])  # of which 12 of 32 tokens are padding
@@ -158,7 +159,7 @@ def test_what_compiling_takes_grows_with_the_blocks() -> None:
     pair = Pair()
     pair.step([tokens(16)])
     session = pair.program._session
-    step_seconds, compile_seconds = session.compiler.seconds(session.read(tokens(16))[0])
+    step_seconds, compile_seconds = session.decided.seconds(session.read(tokens(16))[0])
     assert step_seconds == session.scheduled().planned.seconds
     assert compile_seconds == 0.5 + 3 * 0.05
     pair.close()
@@ -168,7 +169,7 @@ def test_what_compiling_takes_grows_with_the_blocks() -> None:
 def test_one_long_micro_batch_does_not_make_many_short_ones_long() -> None:
     pair = Pair()
     pair.step([tokens(length) for length in (5, 6, 7, 8, 5, 64)])
-    shapes = {shape for key in pair.program._session.compiler.keys for shape, *_ in key[1]}
+    shapes = {shape for key in pair.program._session.decided.keys for shape, *_ in key[1]}
     assert shapes == {(2, 8), (2, 64)}
     pair.close()
 

@@ -75,7 +75,7 @@ def test_saving_as_transformers_does_compiles_nothing_again(tmp_path: Path) -> N
     assert loaded.state_dict().keys() == program.state_dict().keys()
     model.config.rms_norm_eps = 1e-3
     session = program._session
-    assert not session.compiler.knows(session.padded(session.read(batch_for("llama", 2)))[0])
+    assert not session.decided.knows(session.padded(session.read(batch_for("llama", 2)))[0])
     program.close()
 
 

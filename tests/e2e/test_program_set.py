@@ -117,8 +117,8 @@ def test_what_was_planned_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) 
         for batch in batches:
             program.train_step(batch)
         program.evaluate(held_out)
-        compiler = program._session.compiler
-        sources.append(sorted(s.source for s in compiler._scheduled.values()))
+        programs = program._session.decided.programs.values()
+        sources.append(sorted(s.source for s in programs))
     assert sources[0] == sources[1] and len(sources[0]) == 5 and planned == []
 
 
@@ -166,11 +166,11 @@ def test_what_never_ran_is_planned_again_where_the_device_has_less_room(
     )
     program.train_step(of_rows(2, 60))
     session = program._session
-    ran, _ = before = list(session.compiler._scheduled.values())
-    less = session.compiler.room.less()
+    ran, _ = before = list(session.decided.programs.values())
+    less = session.decided.room.less()
     monkeypatch.setattr(session, "_shorter_room", lambda: less)
     program.evaluate(of_rows(2, 60))
-    assert [known in before for known in session.compiler._scheduled.values()] == [True, False]
+    assert [known in before for known in session.decided.programs.values()] == [True, False]
     program.train_step(of_rows(4, 60))
-    kept, _, again = session.compiler._scheduled.values()
+    kept, _, again = session.decided.programs.values()
     assert kept is ran and again.source == before[1].source.replace("1 GB", format_bytes(less.budget_bytes))

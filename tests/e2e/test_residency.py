@@ -136,7 +136,7 @@ def test_a_longer_batch_takes_the_place_of_state() -> None:
         [float(p.train_step(batch).loss) for batch in (short, long, short, long)] for p in (tight, wide)
     ]
     assert losses[0] == losses[1]
-    plans = [[g.state for g in s.planned.plan.groups] for s in tight._session.compiler._scheduled.values()]
+    plans = [[g.state for g in s.planned.plan.groups] for s in tight._session.decided.programs.values()]
     assert set(plans[0]) == {"device"} != set(plans[1])
     assert tight.memory.device_peak_bytes <= need
     for program in (tight, wide):
@@ -150,7 +150,7 @@ def test_the_device_kernel_takes_the_same_steps() -> None:
     from megacompile.state.masters import HostState
 
     program = compiled(build("plain"), "1GB", example_batch=batch_for("plain"))
-    layouts = program._session.compiler.decided.layout.groups
+    layouts = program._session.decided.layout.groups
     ours, theirs = HostState(layouts), HostState(layouts)
     device = CudaDevice(FakeCuda(), 10**9)
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def test_gradients_that_wait_move_with_the_state() -> None:
     for batches in ([short, long], [long, short, long], [short, long, short]):
         losses = [float(p.train_step(batches).loss) for p in (tight, wide)]
         assert losses[0] == losses[1]
-    plans = [s.planned.step.resident for s in tight._session.compiler._scheduled.values()]
+    plans = [s.planned.step.resident for s in tight._session.decided.programs.values()]
     assert len({len(r) for r in plans}) > 1
     first, second = tight.state_dict(), wide.state_dict()
     assert all(torch.equal(first[n], second[n]) for n in first)

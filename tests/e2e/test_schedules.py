@@ -209,10 +209,10 @@ def test_cuts_change_rounding_at_most(setup: Setup, places: set[int], seed: int)
     whole, weights = run(setup, start(setup, planner=any_plan(seed)))
     for cuts, bitwise in (({"embed.weight": table}, not (setup.tied or setup.clip)), (first, False)):
         program = start(setup, planner=any_plan(seed + 1))
-        compiler = program._session.compiler
-        compiler.begin_again(compiler.room, cuts)
+        session = program._session
+        session.decided = session.decided.anew(session.decided.room, cuts)
         losses, found = run(setup, program)
-        pieces = {p for p in program._session.compiler.pieces if "[" in p}
+        pieces = {p for p in session.compiler.pieces(session.decided) if "[" in p}
         assert pieces == {f"{n}[{a}:{b}]" for n, c in cuts.items() for a, b in itertools.pairwise(c)}
         assert not (bitwise and setup.ordered) or (losses == whole and equal(found, weights))
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole), rtol=1e-5, atol=0)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.api.decisions import Decisions
 from megacompile.api.pipeline import Compiler
 from megacompile.blocks.cpu_products import float32_products
 from megacompile.capture.batch import Batch
@@ -323,7 +324,7 @@ def test_predictions_of_many_lengths_need_few_programs(tmp_path: Path) -> None:
     mine, theirs = (one.predict(cut) for one in (ours, plain))
     assert mine.predictions.tolist() == theirs.predictions.tolist()
     assert mine.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
-    assert ours.program._session.compiler.programs <= 1 + 3
+    assert len(ours.program._session.decided.programs) <= 1 + 3
 
 
 @pytest.fixture
@@ -376,10 +377,10 @@ def test_the_batch_that_fits_is_found_in_few_compiles(
     tried: list[int] = []  # each once, however often it is planned
     plan = Compiler.plan
 
-    def noting(self: Compiler, batch: Batch, mode: Mode) -> Any:
+    def noting(self: Compiler, decided: Decisions, batch: Batch, mode: Mode) -> Any:
         if tried[-1:] != [len(batch.tensors[0])]:
             tried.append(len(batch.tensors[0]))
-        return plan(self, batch, mode)
+        return plan(self, decided, batch, mode)
 
     monkeypatch.setattr(Compiler, "plan", noting)
     settings = {"per_device_train_batch_size": 16, "max_steps": 1, "gradient_accumulation_steps": 1}
@@ -458,7 +459,7 @@ def test_a_training_that_begins_with_an_evaluation_is_planned_in_train_mode(tmp_
         max_steps=2,
     )
     ours.train()
-    assert ours.program._session.compiler.programs == 2  # one trains, one evaluates
+    assert len(ours.program._session.decided.programs) == 2  # one trains, one evaluates
     ours.program.close()
 
 

@@ -205,7 +205,7 @@ def test_micro_batches_of_several_kinds() -> None:
     assert_close(trained(compiled(Pictures), steps), eager(Pictures, steps))
     tasks = [[task("a", 0), task("b", 1)], [task("b", 2), task("b", 3)], task("a", 4)]
     program = compiled(Tasks, example_batch=tasks[0], max_grad_norm=0.1)
-    known = program._session.compiler.keys
+    known = program._session.decided.keys
     assert len(known) == 2
     assert_close(trained(program, tasks), eager(Tasks, tasks, 0.1))
 
@@ -335,8 +335,8 @@ class Vocabularies(nn.Module):
 def test_pieces_of_weights_are_used_by_turns(part: str) -> None:
     steps = [{"ids": ids(seed), "task": name} for seed, name in enumerate("abba")]
     program = compiled(Vocabularies)
-    compiler = program._session.compiler
-    compiler.begin_again(compiler.room, {f"{part}.weight": (0, 16, 32)})
+    session = program._session
+    session.decided = session.decided.anew(session.decided.room, {f"{part}.weight": (0, 16, 32)})
     assert_close(trained(program, steps), eager(Vocabularies, steps))
 
 

@@ -80,7 +80,7 @@ def trained(
             exact()
             near = max(near, 0.1 * float((wide.state_dict()[name] - value).abs().max()))
         torch.testing.assert_close(state[name], value, rtol=0, atol=near)
-    programs = program._session.compiler.programs
+    programs = len(program._session.decided.programs)
     program.close()
     return programs
 

@@ -79,7 +79,7 @@ def run(faults: str) -> None:
     found: dict[str, Any] = {}
     error: BaseException | None = None
     with pytest.MonkeyPatch.context() as patch, simulated(patch, lag_us=0):
-        patch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+        patch.setattr(Compiler, "_may_reside", lambda *_: ())
         before = runtime.count("calls"), runtime.count("requests")
         runtime.set(**NONE | json.loads(faults))
         try:

@@ -88,7 +88,7 @@ def test_every_budget_from_the_least_on_trains(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the CPU backend's losses. No state stays on the device, whose AdamW rounds otherwise."""
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+    monkeypatch.setattr(Compiler, "_may_reside", lambda *_: ())
 
     def trained(device: str, budget: int) -> list[float]:
         torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_what_steps_launch_is_known(
     monkeypatch.setattr(bound_programs, "compile_kernels", warmed_up)
     monkeypatch.setattr(JITFunction, "run", run)
     if streamed:
-        monkeypatch.setattr("megacompile.api.pipeline.Compiler._may_reside", lambda self, mode: ())
+        monkeypatch.setattr("megacompile.api.pipeline.Compiler._may_reside", lambda *_: ())
     case, options = cases()[name], {"compute_dtype": getattr(torch, dtype), "max_grad_norm": 0.5}
     trained = program(case.build(), "cuda", "1GB", **options)
     launched.clear()  # the preflight's

@@ -42,7 +42,7 @@ class Wide(nn.Module):
 
 @pytest.fixture(autouse=True)
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+    monkeypatch.setattr(Compiler, "_may_reside", lambda *_: ())
 
 
 def batch(number: int) -> Tensor:

@@ -51,7 +51,7 @@ def trained(device: str, **options: Any) -> tuple[list[float], dict[str, torch.T
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+    monkeypatch.setattr(Compiler, "_may_reside", lambda *_: ())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import megacompile
 from megacompile.hardware.caching_allocator import PAGE_BYTES, Pages
 from megacompile.hardware.step_requests import step_requests
+from megacompile.planner.too_small import fitting
 from megacompile.runtime.cuda import CudaDevice
 from megacompile.runtime.cuda_memory import TorchCuda, replayed
 from tests.simulated.test_budgets import batch, compiled, gpt2, llama, taken_beside
@@ -94,7 +95,8 @@ def test_a_larger_model_leaves_the_allocator_room(mib: int) -> None:
         weights=wide.get_parameter,
     )._session  # fmt: skip
     micro = session.padded(session.read(batch(0, 4096)))
-    made = session.compiler.schedule(micro[0], session.training(micro))
+    mode = session.training(micro)
+    made = fitting(session.compiler.schedule(session.decided, micro[0], mode)).program(micro[0], mode)
     step, parts = made.planned.step, made.compiled
     asked = step_requests(step, parts.part, parts.templates, parts.assembly)
     assert ask_for(asked, step.constant_bytes + step.slab_bytes, budget) > mib << 19

@@ -101,7 +101,7 @@ def train(rank: int, size: int, device: str, folder: Path, names: list[str]) -> 
         torch.manual_seed(max(0, rank))  # rank 0's values count
         with pytest.MonkeyPatch.context() as patch:
             if name != "on devices":
-                patch.setattr(Compiler, "_may_reside", lambda self, mode: ())
+                patch.setattr(Compiler, "_may_reside", lambda *_: ())
             losses = trained_twice(device, folder / name, *CASES[name], step)
         found[name] = [float(loss) for step in losses for loss in step]
     return found
@@ -175,7 +175,7 @@ def steps_of_rows(rank: int, size: int, device: str, mesh: DeviceMesh | None) ->
     torch.manual_seed(0)
     found: list[float] = []
     with (
-        mock.patch.object(Compiler, "_may_reside", lambda self, mode: ()),
+        mock.patch.object(Compiler, "_may_reside", lambda *_: ()),
         program(Wide(), device, "1GB", planner="double-buffer", mesh=mesh, max_grad_norm=0.1) as trained,
     ):
         for step in range(2):

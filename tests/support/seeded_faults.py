@@ -602,7 +602,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "api",
         "megacompile/api/session.py",
-        'self.calls += mode.kind in ("train", "accumulate")',
+        "self.calls += mode.computes_gradients",
         'self.calls += mode.kind == "train"',
         (
             "tests/unit/capture/test_draws.py::test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code",
@@ -634,8 +634,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "api",
         "megacompile/api/pipeline.py",
-        "        key = (batch.key, mode)\n        if key in",
-        "        key = (batch.key, mode.kind)\n        if key in",
+        "if (batch.key, mode) in decided.programs:",
+        "if decided.knows(batch):",
         (
             "tests/unit/capture/test_draws.py"
             "::test_each_micro_batch_and_step_draws_anew_and_equal_layers_share_their_code",

@@ -243,5 +243,5 @@ def test_one_step_of_rows_padded_at_either_end_is_one_program() -> None:
     for step in ([right], [left], [right, left], [right, right]):
         wanted = sum(eager(**batch, use_cache=False).loss.item() for batch in step) / len(step)
         assert float(program.train_step(step).loss) == pytest.approx(wanted, rel=1e-6)
-    assert program._session.compiler.programs == 4  # of one and of two micro-batches
+    assert len(program._session.decided.programs) == 4  # of one and of two micro-batches
     program.close()

@@ -28,6 +28,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
     monkeypatch.setattr(compile, "open_backend", choose)
     with monkeypatch.context() as streaming:
-        streaming.setattr(Compiler, "_may_reside", lambda self, mode: ())  # everything streams
+        streaming.setattr(Compiler, "_may_reside", lambda *_: ())  # everything streams
         fake.let_state_reside = streaming.undo  # type: ignore[attr-defined]
         yield fake

@@ -222,7 +222,7 @@ def moving(gpu: FakeCuda) -> tuple[list[float], list[float], set[int]]:
         trained = program(build("plain"), "cuda", budget, max_grad_norm=1.0)
         orders = ([short, long], [long, long, short], [short, long, short])
         losses.append([float(trained.train_step(batches).loss) for batches in orders])
-        counts = {len(s.planned.step.resident) for s in trained._session.compiler._scheduled.values()}
+        counts = {len(s.planned.step.resident) for s in trained._session.decided.programs.values()}
         trained.close()
     return losses[0], losses[1], counts
 

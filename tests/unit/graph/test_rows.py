@@ -316,7 +316,7 @@ def test_rows_are_not_gathered_from_state_on_the_device(monkeypatch: pytest.Monk
 
 def give_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compile open a CUDA device over a fake of CUDA."""
-    monkeypatch.setattr(Compiler, "_may_reside", lambda self, mode: ())  # Adam of another kind
+    monkeypatch.setattr(Compiler, "_may_reside", lambda *_: ())  # Adam of another kind
     fake = FakeCuda()
     opened = functools.partial(CudaDevice, fake)
     backend = Backend(fake.device, None, None, lambda budget: budget, opened)

@@ -335,7 +335,7 @@ def test_the_least_budget_is_the_tiled_one_and_trains() -> None:
     assert program.memory.device_peak_bytes <= least
     program.close()
     roomy = start(plain, "1GB", batch)
-    assert roomy._session.compiler.decided.cuts == {}
+    assert roomy._session.decided.cuts == {}
     roomy.close()
 
 
@@ -348,7 +348,7 @@ def test_bf16_over_tiles_is_as_near_as_bf16_without() -> None:
     EagerTrainer(low, torch.optim.AdamW(low.parameters())).backward([batch], [1.0])
     low_grads = {n: p.grad.float() for n, p in low.named_parameters() if p.grad is not None}
     program = start(model, f"{least_budget(model, batch, torch.bfloat16)}B", batch, torch.bfloat16)
-    assert program._session.compiler.decided.cuts
+    assert program._session.decided.cuts
     program.forward_backward(batch)
     program.synchronize()
     for name, grad in program_gradients(program).items():
@@ -377,7 +377,7 @@ def test_gradients_that_many_pieces_add_to_are_summed_in_fp32(monkeypatch: pytes
                  for n, p in exact.named_parameters() if ".layers." in n and p.grad is not None]  # fmt: skip
         errors.append(float(torch.stack(whole).mean()))
         assert program.memory.device_peak_bytes <= program.memory.predicted_peak_bytes
-        pieces = len((program._session.compiler.decided.cuts or {}).get("lm_head.weight", ()))
+        pieces = len((program._session.decided.cuts or {}).get("lm_head.weight", ()))
         values = program._session.scheduled().compiled.assembly.work.values
         assert any(v.sum_bytes for v in values) == (pieces > 3)
         program.close()
@@ -488,7 +488,7 @@ def test_gpt2s_transposed_layers_train_in_pieces_of_their_inputs() -> None:
     layer, plain = model.transformer.h[0].mlp.c_fc.weight, copy.deepcopy(model)
     program = start(model, f"{layer.nbytes}B", batch)  # and its gradient needs as much
     assert {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight"} <= set(
-        program._session.compiler.decided.cuts or ()
+        program._session.decided.cuts or ()
     )
     check_gradients(program, plain, batch)
     assert program.memory.device_peak_bytes <= layer.nbytes
@@ -502,7 +502,7 @@ def test_pieces_of_inputs_in_bf16_are_as_near_as_the_whole() -> None:
     for eager in (exact, low):
         EagerTrainer(eager, torch.optim.AdamW(eager.parameters())).backward([batch], [1.0])
     program = start(model, f"{2 * model.transformer.h[0].mlp.c_fc.weight.numel()}B", batch, torch.bfloat16)
-    assert program._session.compiler.decided.cuts
+    assert program._session.decided.cuts
     program.forward_backward(batch)
     program.synchronize()
     for name, grad in program_gradients(program).items():
