@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import MAX_ROW, runs_triton, wide
-from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
+from megacompile.kernels.eager_form import EagerForm, normal, rows_of
 from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.rms_norm import (
     empty_output,
@@ -113,18 +113,16 @@ declare(
         OpPass(),
         OpPass(launches=3, sums=True),
         along="rows",
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "add_rms_norm",
                 ("tokens", "width"),
-                ((8192, 4096), (16384, 8192)),
+                (8192, 4096),
                 lambda s, g: [normal(g, *s), normal(g, *s), normal(g, s[1])],
                 3,
                 _add_rms_norm_eager,
-                elementwise(2, 2, 4),
                 add_rms_norm,
                 rows_of,
-                lambda liger, x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
             ),
         ),
     )

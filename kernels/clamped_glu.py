@@ -29,8 +29,8 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
+from megacompile.kernels.eager_form import EagerForm, normal, rows_of
 from megacompile.kernels.glu import BLOCK
-from megacompile.kernels.operator_benchmark import Operation, elementwise, normal, rows_of
 from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
@@ -257,15 +257,14 @@ declare(
         OpPass(twin=Twin("clamped_glu_backward_", (1,))),
         along="elements",
         gates=True,
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "clamped_glu",
                 ("tokens", "columns"),
-                ((16384, 5760),),
+                (16384, 5760),
                 lambda s, g: [normal(g, *s, scale=4.0)],
                 1,
                 _clamped_glu_eager,
-                lambda s, itemsize: elementwise(2, 1, 5)((s[0], s[1] // 2), itemsize),
                 clamped_glu,
                 rows_of,
             ),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
-from megacompile.kernels.operator_benchmark import Cost, Operation, Shape
+from megacompile.kernels.eager_form import EagerForm, Shape
 from megacompile.kernels.registry import OpSpec, declare
 
 CHUNK = 1 << 18  # elements that a reference decodes at a time
@@ -101,32 +101,28 @@ def _make_4bit(shape: Shape, generator: torch.Generator) -> list[Tensor]:
     count = prod(shape)
     options: dict[str, Any] = {"generator": generator, "device": generator.device}
     book = torch.randn(16, **options)
-    scales = torch.rand(ceil_div(count, _PER_SCALE), **options) + 0.5
+    scales = torch.rand(ceil_div(count, PER_SCALE), **options) + 0.5
     codes = torch.randint(0, 256, (ceil_div(count, 2),), dtype=torch.uint8, **options)
     stored = torch.cat((book.view(torch.uint8), scales.view(torch.uint8), codes))
     return [stored, torch.zeros(shape, dtype=torch.float64, device=generator.device)]
 
 
 def _eager_4bit(stored: Tensor, like: Tensor) -> Tensor:
-    book, scales, codes = parts_4bit(stored, like.numel(), _PER_SCALE)
+    book, scales, codes = parts_4bit(stored, like.numel(), PER_SCALE)
     wide = torch.promote_types(like.dtype, torch.float32)
-    levels = book.to(wide)[torch.stack((codes >> 4, codes & 15), 1).int()].view(-1, _PER_SCALE)
+    levels = book.to(wide)[torch.stack((codes >> 4, codes & 15), 1).int()].view(-1, PER_SCALE)
     return (levels * scales.to(wide)[:, None]).view(like.shape).to(like.dtype)
 
 
-_PER_SCALE = 64  # of the benchmark, and QLoRA's
-BENCHMARK_4BIT = Operation(
+PER_SCALE = 64  # of the benchmark, and QLoRA's
+EAGER_4BIT = EagerForm(
     "decode_4bit",
     ("inner", "width"),
-    ((4096, 14336),),
+    (4096, 14336),
     _make_4bit,
     0,
     _eager_4bit,
-    lambda shape, size: (
-        Cost(stored_4bit_bytes(prod(shape), _PER_SCALE) + prod(shape) * size),
-        Cost(0),
-    ),
-    lambda stored, like: decode_weight(stored, like.shape, _PER_SCALE, like.dtype),
+    lambda stored, like: decode_weight(stored, like.shape, PER_SCALE, like.dtype),
     lambda *_: None,
 )
 
@@ -142,4 +138,4 @@ def _(stored: Tensor, shape: list[int], block: int, dtype: torch.dtype) -> Tenso
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
-declare(OpSpec("decode_4bit", benchmarks=(BENCHMARK_4BIT,)))
+declare(OpSpec("decode_4bit", eager=(EAGER_4BIT,)))

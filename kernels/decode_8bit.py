@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacompile.kernels._triton import ceil_div, launch, runs_triton, tl, triton
-from megacompile.kernels.operator_benchmark import Cost, Operation, Shape
+from megacompile.kernels.eager_form import EagerForm, Shape
 from megacompile.kernels.registry import OpSpec, declare
 
 CHUNK = 1 << 18  # elements that a reference decodes at a time
@@ -109,14 +109,13 @@ def _eager_8bit(stored: Tensor, like: Tensor) -> Tensor:
     return (codes * (magnitudes.to(wide) * STEP)[:, None]).to(like.dtype)
 
 
-BENCHMARK_8BIT = Operation(
+EAGER_8BIT = EagerForm(
     "decode_8bit",
     ("inner", "width"),
-    ((4096, 14336),),
+    (4096, 14336),
     _make_8bit,
     0,
     _eager_8bit,
-    lambda shape, itemsize: (Cost(stored_8bit_bytes(*shape) + prod(shape) * itemsize), Cost(0)),
     lambda stored, like: decode_rows(stored, like.shape, like.dtype),
     lambda *_: None,
 )
@@ -133,4 +132,4 @@ def _(stored: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=stored.device)
 
 
-declare(OpSpec("decode_8bit", benchmarks=(BENCHMARK_8BIT,)))
+declare(OpSpec("decode_8bit", eager=(EAGER_8BIT,)))

@@ -81,7 +81,7 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
-from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
+from megacompile.kernels.eager_form import EagerForm, Shape, normal
 from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
@@ -1061,14 +1061,6 @@ def _launches(backward: bool, by_span: int, by_chunk: int) -> Callable[[Argument
     return count
 
 
-def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    batch, groups, heads, tokens, width, inner = shape
-    q, v = (batch, tokens, groups, width), (batch, tokens, heads, inner)
-    keys, values = 2 * torch.Size(q).numel() * itemsize, 2 * torch.Size(v).numel() * itemsize
-    forward, backward = gated_delta_rule_flops(q, q, v), gated_delta_rule_backward_flops(v, q, q, v)
-    return Cost(keys + values, forward), Cost(2 * keys + 3 * values // 2, backward)
-
-
 def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
     batch, groups, heads, tokens, width, inner = shape
     q, k = (normal(g, batch, tokens, groups, width) for _ in range(2))
@@ -1096,15 +1088,14 @@ declare(
             teraflops=64,
         ),
         runs_kernels=_runs_kernels,
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "gated_delta_rule",
                 ("batch", "groups", "heads", "tokens", "width", "inner"),
-                ((2, 16, 32, 4096, 128, 128),),
+                (2, 16, 32, 4096, 128, 128),
                 _inputs,
                 5,
                 eager,
-                _costs,
                 gated_delta_rule,
                 _shape_of,
             ),

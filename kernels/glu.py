@@ -26,7 +26,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.operator_benchmark import Operation, elementwise, normal, rows_of
+from megacompile.kernels.eager_form import EagerForm, normal, rows_of
 from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
@@ -241,18 +241,16 @@ declare(
         OpPass(twin=Twin("glu_backward_", (1, 2))),
         along="elements",
         gates=True,
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "glu",
                 ("tokens", "width"),
-                ((8192, 14336), (8192, 28672)),
+                (8192, 14336),
                 lambda s, g: [normal(g, *s), normal(g, *s)],
                 2,
                 _glu_eager,
-                elementwise(2, 1, 5),
                 glu,
                 rows_of,
-                lambda liger, gate, up: liger.liger_swiglu(gate, up),
             ),
         ),
     )

@@ -34,7 +34,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
+from megacompile.kernels.eager_form import EPS, EagerForm, normal, rows_of
 from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
@@ -279,18 +279,16 @@ declare(
         OpPass(),
         OpPass(launches=5, sums=True),
         along="rows",
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "layer_norm",
                 ("tokens", "width"),
-                ((8192, 4096),),
+                (8192, 4096),
                 lambda s, g: [normal(g, *s), normal(g, s[1]), normal(g, s[1])],
                 3,
                 _layer_norm_eager,
-                elementwise(1, 1, 3),
                 lambda x, w, b: layer_norm(x, w, b, EPS),
                 rows_of,
-                lambda liger, x, w, b: liger.liger_layer_norm(x, w, b, EPS),
             ),
         ),
     )

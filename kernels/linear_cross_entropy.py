@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from megacompile.kernels._triton import ceil_div, on_gpu, wide
 from megacompile.kernels.cross_entropy_tiles import LossTerms, accumulate, finish, gradient_, new_state
-from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
+from megacompile.kernels.eager_form import EagerForm, Shape, normal
 from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import chunks
 
@@ -210,12 +210,6 @@ def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(wide(logits.dtype)), labels)
 
 
-def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    tokens, width, vocabulary = shape
-    product, nbytes = 2 * tokens * width * vocabulary, (tokens + vocabulary) * width * itemsize
-    return Cost(nbytes, product), Cost(2 * nbytes, 2 * product)
-
-
 def _inputs(s: Shape, g: torch.Generator) -> list[Tensor]:
     labels = torch.randint(0, s[2], (s[0],), generator=g, device=g.device)
     return [normal(g, s[0], s[1]), normal(g, s[2], s[1], scale=s[1] ** -0.5), labels]
@@ -226,18 +220,16 @@ declare(
         "linear_cross_entropy",
         OpPass(head_flops, _launches(16, 2), _logits_bytes(1)),
         OpPass(head_backward_flops, _launches(2, 4), _logits_bytes(2)),
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "linear_cross_entropy",
                 ("tokens", "width", "vocabulary"),
-                ((4096, 4096, 128256), (8192, 2048, 151936)),
+                (4096, 4096, 128256),
                 _inputs,
                 2,
                 _eager,
-                _costs,
                 lambda x, w, labels: linear_cross_entropy(x, w, labels).mean(),
                 lambda shapes, _: (*shapes[0], shapes[1][0]),
-                lambda liger, x, w, labels: liger.liger_fused_linear_cross_entropy(x, w, labels),
             ),
         ),
     )

@@ -82,8 +82,8 @@ from megacompile.kernels._triton import (
     wide,
 )
 from megacompile.kernels.attention import load_rows, matrix, place, store_rows, within
+from megacompile.kernels.eager_form import EagerForm, Shape, normal
 from megacompile.kernels.gated_delta import load_tile
-from megacompile.kernels.operator_benchmark import Cost, Operation, Shape, normal
 from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
 from megacompile.kernels.token_chunks import decays, dense_tokens, in_chunks, out_of_chunks, token_strides
 
@@ -1077,16 +1077,6 @@ def _moved(scores: int, heads: int, states: int, groups: int) -> Callable[[Argum
     return count
 
 
-def _costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """Return the bytes that are read in x's type, and those of results and gradients in float32."""
-    batch, groups, heads, tokens, width, inner = shape
-    x, B = (batch, tokens, heads, width), (batch, tokens, groups, inner)
-    values, read = torch.Size(x).numel(), (torch.Size(x).numel() + 2 * torch.Size(B).numel()) * itemsize
-    given = x, x[:3], (heads,), B
-    forward, backward = mamba2_chunk_scan_flops(*given), mamba2_chunk_scan_backward_flops(x, *given)
-    return Cost(read + 4 * values, forward), Cost(2 * read + 4 * values, backward)
-
-
 def _inputs(shape: Shape, g: torch.Generator) -> list[Tensor]:
     batch, groups, heads, tokens, width, inner = shape
     B, C = (normal(g, batch, tokens, groups, inner) for _ in range(2))
@@ -1115,15 +1105,14 @@ declare(
             teraflops=53,
         ),
         runs_kernels=_runs_kernels,
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "mamba2_chunk_scan",
                 ("batch", "groups", "heads", "tokens", "width", "inner"),
-                ((1, 8, 128, 4096, 64, 128),),
+                (1, 8, 128, 4096, 64, 128),
                 _inputs,
                 6,
                 eager,
-                _costs,
                 mamba2_chunk_scan,
                 _shape_of,
             ),

@@ -39,7 +39,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.operator_benchmark import Operation, Shape, elementwise, heads_of, normal
+from megacompile.kernels.eager_form import EagerForm, Shape, heads_of, normal
 from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.rms_norm import rms_norm_eager
 from megacompile.kernels.rope import load_halves, rope_eager, rotate, rotated, turned
@@ -362,15 +362,14 @@ declare(
         OpPass(),
         OpPass(launches=3, sums=True),
         along="elements",
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "qk_norm_rope",
                 ("batch", "heads", "tokens", "width"),
-                ((2, 32, 8192, 128), (2, 8, 8192, 128)),
+                (2, 32, 8192, 128),
                 _normed_and_turned,
                 2,
                 _qk_norm_rope_eager,
-                elementwise(1, 1, 3),
                 qk_norm_rope,
                 heads_of,
             ),

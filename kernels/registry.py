@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from megacompile.kernels.operator_benchmark import Operation
+from megacompile.kernels.eager_form import EagerForm
 
 Arguments = Mapping[str, Any]
 """A call's arguments by their names in the schema; tensors may be fake."""
@@ -62,7 +62,7 @@ class OpSpec:
     products: whether kernels of ours run a call. ``draws``: where its arguments have ``rng`` and its site,
     where it draws random numbers. ``kept``: its results are worth keeping, though no formula says what they
     cost. ``gates``: it is a gated activation of what products gave it. ``varies``: what a call allocates
-    inside may depend on values. ``benchmarks`` hold its eager form.
+    inside may depend on values. ``eager`` are its forms in plain torch.
     """
 
     name: str
@@ -74,7 +74,7 @@ class OpSpec:
     kept: bool = False
     gates: bool = False
     varies: bool = False
-    benchmarks: tuple[Operation, ...] = ()
+    eager: tuple[EagerForm, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,14 @@ class Called:
 SPECS: dict[str, OpSpec] = {}
 CALLED: dict[str, Called] = {}
 """By the names of torch operators, which dumps of a program hold too."""
+EAGER_FORMS: dict[str, EagerForm] = {}
+"""By their names, which are those of operators but for a second use of one."""
 
 
 def declare(spec: OpSpec) -> None:
     """Register the declaration of an operator whose torch operators are registered."""
     SPECS[spec.name] = spec
+    EAGER_FORMS.update((form.name, form) for form in spec.eager)
     for name, part in ((spec.name, spec.forward), (f"{spec.name}_backward", spec.backward)):
         if part is None:
             continue

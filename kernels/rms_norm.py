@@ -38,7 +38,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.operator_benchmark import EPS, Operation, elementwise, normal, rows_of
+from megacompile.kernels.eager_form import EPS, EagerForm, normal, rows_of
 from megacompile.kernels.registry import OpPass, OpSpec, declare
 from megacompile.kernels.row_chunks import by_rows, flat
 
@@ -300,18 +300,16 @@ declare(
         OpPass(),
         OpPass(launches=3, sums=True),
         along="rows",
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "rms_norm",
                 ("tokens", "width"),
-                ((8192, 4096), (16384, 8192)),
+                (8192, 4096),
                 lambda s, g: [normal(g, *s), normal(g, s[1])],
                 2,
                 rms_norm_eager,
-                elementwise(1, 1, 3),
                 rms_norm,
                 rows_of,
-                lambda liger, x, w: liger.liger_rms_norm(x, w, EPS),
             ),
         ),
     )

@@ -31,7 +31,7 @@ from megacompile.kernels._triton import (
     triton,
     wide,
 )
-from megacompile.kernels.operator_benchmark import Operation, Shape, elementwise, heads_of, normal
+from megacompile.kernels.eager_form import EagerForm, Shape, heads_of, normal
 from megacompile.kernels.registry import OpPass, OpSpec, Twin, declare
 from megacompile.kernels.row_chunks import by_rows
 
@@ -256,30 +256,22 @@ def turned(shape: Shape, g: torch.Generator) -> list[Tensor]:
     return [x, angles.cos().double()[None, None], angles.sin().double()[None, None]]
 
 
-def _rope_liger(liger: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate half of the heads as queries and half as keys, which Liger rotates together."""
-    q, k = x.chunk(2, 1)
-    return torch.cat(liger.liger_rope(q, k, cos[:, 0], sin[:, 0]), 1)
-
-
 declare(
     OpSpec(
         "rope",
         OpPass(twin=Twin("rope_", (0,), lambda a: (*(*a, False)[:4], False))),
         OpPass(twin=Twin("rope_", (0,), lambda a: (*a[:4], True))),
         along="elements",
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "rope",
                 ("batch", "heads", "tokens", "width"),
-                ((2, 32, 8192, 128), (2, 8, 8192, 128)),
+                (2, 32, 8192, 128),
                 turned,
                 1,
                 rope_eager,
-                elementwise(1, 1, 2),
                 rope,
                 heads_of,
-                _rope_liger,
             ),
         ),
     )

@@ -21,7 +21,7 @@ from megacompile.kernels._triton import wide
 from megacompile.kernels.attention import Rule, flash_attention_backward, flash_attention_forward
 from megacompile.kernels.attention_choice import Features, Path, choose
 from megacompile.kernels.attention_sinks import gradient_of_sinks, with_sinks
-from megacompile.kernels.operator_benchmark import Cost, Costs, Function, Operation, Shape, normal
+from megacompile.kernels.eager_form import EagerForm, Function, Shape, normal
 from megacompile.kernels.plain_attention import Drops, plain_backward, plain_forward, summed_to
 from megacompile.kernels.query_chunks import Chunk, chunks_of
 from megacompile.kernels.registry import Arguments, OpPass, OpSpec, declare
@@ -339,18 +339,6 @@ def _capped_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-def _costs(window: int) -> Costs:
-    def costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-        batch, heads, groups, tokens, width = shape
-        reach = min(window or tokens, tokens)
-        pairs = reach * tokens - reach * (reach - 1) // 2
-        flops = 4 * batch * heads * pairs * width
-        q, kv = (batch * n * tokens * width * itemsize for n in (heads, 2 * groups))
-        return Cost(2 * q + kv, flops), Cost(4 * q + 2 * kv, flops * 5 // 2)
-
-    return costs
-
-
 def _qkv(shape: Shape, g: torch.Generator) -> list[Tensor]:
     batch, heads, groups, tokens, width = shape
     return [normal(g, batch, tokens, n, width).transpose(1, 2) for n in (heads, groups, groups)]
@@ -390,26 +378,24 @@ declare(
         ),
         runs_kernels=_runs_kernels,
         draws=(5, 11),
-        benchmarks=(
-            Operation(
+        eager=(
+            EagerForm(
                 "attention",
                 _SIZES,
-                ((2, 32, 8, 4096, 128),),
+                (2, 32, 8, 4096, 128),
                 _qkv,
                 3,
                 _eager,
-                _costs(0),
                 _ours(0.0, 0),
                 _shape_of,
             ),
-            Operation(
+            EagerForm(
                 "capped_attention",
                 _SIZES,
-                ((2, 16, 8, 4096, 128),),
+                (2, 16, 8, 4096, 128),
                 _qkv,
                 3,
                 _capped_eager,
-                _costs(WINDOW),
                 _ours(SOFTCAP, WINDOW),
                 lambda *_: None,
             ),

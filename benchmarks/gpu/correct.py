@@ -12,10 +12,9 @@ from torch import Tensor
 import megacompile
 from benchmarks.gpu.findings import Recorder, watch
 from benchmarks.gpu.work import batch_of, device, tiny
-from megacompile.bench.kernel_bench import check
-from megacompile.bench.operations import OPERATIONS
-from megacompile.bench.providers import OURS
-from megacompile.kernels.operator_benchmark import Operation
+from megacompile.kernels.eager_check import check
+from megacompile.kernels.eager_form import EagerForm
+from megacompile.kernels.registry import EAGER_FORMS
 from megacompile.units import parse_bytes
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -43,25 +42,25 @@ _PATHS: dict[str, dict[str, Any]] = {
 
 def kernels(to: Recorder) -> None:
     """Each fused operator beside float64, at an ordinary shape and at an odd one, in both dtypes."""
-    for name in OURS:
+    for name, form in sorted(EAGER_FORMS.items()):
         for dtype in _DTYPES:
             for sizes in (_ORDINARY, _ODD):
-                shape = _shape(OPERATIONS[name], sizes)
+                shape = _shape(form, sizes)
                 what = f"kernel {name} {_short(dtype)} {'x'.join(map(str, shape))}"
                 if to.done(what):
                     continue
                 with to.finding(what, kernel=name) as finding:
-                    errors = check(OPERATIONS[name], shape, dtype, {name: OURS[name]}, torch.device(device()))
+                    errors = check(form, shape, dtype, {name: form.ours}, torch.device(device()))
                     finding["error"], wrong = errors[name]
                     finding |= {"right": not wrong} | ({"wrong": wrong} if wrong else {})
 
 
-def _shape(operation: Operation, sizes: dict[str, int]) -> tuple[int, ...]:
-    """The operation's first shape, no larger than ``sizes``; heads keep the width that kernels want."""
-    keep = {"width"} if operation.name in _HEAD_WIDTHS else set()
+def _shape(form: EagerForm, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The form's usual shape, no larger than ``sizes``; heads keep the width that kernels want."""
+    keep = {"width"} if form.name in _HEAD_WIDTHS else set()
     return tuple(
         size if what in keep else min(size, sizes[what])
-        for what, size in zip(operation.sizes, operation.shapes[0], strict=True)
+        for what, size in zip(form.sizes, form.shape, strict=True)
     )
 
 

@@ -10,10 +10,11 @@ import torch
 
 from benchmarks.gpu.campaign import environment
 from benchmarks.gpu.findings import Recorder
-from megacompile.bench import kernel_bench, timing
+from megacompile.bench import timing
 from megacompile.bench.kernel_bench import Bench
-from megacompile.bench.operations import OPERATIONS, inputs_of
+from megacompile.bench.operations import OPERATIONS
 from megacompile.bench.providers import OURS, providers
+from megacompile.kernels.eager_check import all_results, inputs_of
 from megacompile.kernels.registry import SPECS
 
 _CLASSES = 16384  # of a vocabulary where kernels are compiled ahead
@@ -51,10 +52,10 @@ def compile_ahead() -> None:
         shape = tuple(
             min(size, _CLASSES) if what == "vocabulary" else size
             for what, size in zip(
-                operation.sizes, operation.check_shape(operation.shapes[0], device), strict=True
+                operation.form.sizes, operation.form.check_shape(operation.form.shape, device), strict=True
             )
         )
-        kernel_bench._all_results(OURS[name], inputs_of(operation, shape, torch.bfloat16, device))
+        all_results(OURS[name], inputs_of(operation.form, shape, torch.bfloat16, device))
 
 
 def dearest_first(roof: timing.Roofline) -> list[str]:
@@ -96,12 +97,10 @@ def slowest(to: Recorder, count: int = 3) -> None:
 _OURS = "regex:^(accumulate|attention|clamped|decode|gated|glu|gradient|layer|mamba2|qk|rms|rope).*_kernel$"
 _ONCE = """
 import torch
-from megacompile.bench.operations import OPERATIONS, inputs_of
-from megacompile.bench.kernel_bench import _all_results
-from megacompile.bench.providers import OURS
-operation = OPERATIONS["{name}"]
-inputs = inputs_of(operation, operation.shapes[0], torch.bfloat16, torch.device("cuda"))
-_all_results(OURS["{name}"], inputs)
+from megacompile.kernels.eager_check import all_results, inputs_of
+from megacompile.kernels.registry import EAGER_FORMS
+form = EAGER_FORMS["{name}"]
+all_results(form.ours, inputs_of(form, form.shape, torch.bfloat16, torch.device("cuda")))
 torch.cuda.synchronize()
 """
 

@@ -1,26 +1,24 @@
 """Run every provider of an operation, first for correctness, then for time.
 
 In: operations, shapes, dtypes, providers and a timer. Out: :class:`Row` per provider and pass. A provider
-that is wrong or fails is not timed, and says so. Correct is: in no tensor, results and gradients, farther
-from float64 than eager torch is in the same dtype, by more than a tolerance.
+that is wrong (:mod:`~megacompile.kernels.eager_check`) or fails is not timed, and says so.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megacompile.bench.operations import gradients_like, inputs_of
+from megacompile.bench.operations import Cost, Operation
 from megacompile.bench.providers import Provider
 from megacompile.bench.timing import Roofline, Timer
-from megacompile.kernels.operator_benchmark import Cost, Function, Operation, Shape
+from megacompile.kernels.eager_check import check, first_line, gradients_like, inputs_of, outputs_of
+from megacompile.kernels.eager_form import Function, Shape
 
-SLACK = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 MODES = ("forward", "backward", "full")
 
 
@@ -54,57 +52,6 @@ def shape_text(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
-def _all_results(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, then gradients, where there are some."""
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    outputs = _outputs(function(*leaves))
-    wanted = [x for x in leaves if x.requires_grad]
-    grads = torch.autograd.grad(outputs, wanted, gradients_like(outputs)) if wanted else ()
-    return [*(o.detach() for o in outputs), *grads]
-
-
-def check(
-    operation: Operation,
-    shape: Shape,
-    dtype: torch.dtype,
-    functions: Mapping[str, Function],
-    device: torch.device,
-) -> dict[str, tuple[float, str]]:
-    """(worst error, what is wrong or nothing) of each provider."""
-    inputs = inputs_of(operation, operation.check_shape(shape, device), dtype, device)
-    doubles = [
-        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
-    ]
-    exact = _all_results(operation.eager, doubles)
-    allowed = [e + SLACK[dtype] for e in _errors(_all_results(operation.eager, inputs), exact)]
-    found = {}
-    for name, function in functions.items():
-        try:
-            errors = _errors(_all_results(function, inputs), exact)
-        except Exception as error:
-            found[name] = (0.0, f"fails: {_first_line(error)}")
-            continue
-        wrong = [i for i, (e, a) in enumerate(zip(errors, allowed, strict=True)) if not e <= a]
-        note = f"wrong: result {wrong[0]} is off by {errors[wrong[0]]:.1e} of scale" if wrong else ""
-        found[name] = (max(errors), note)
-    return found
-
-
-def _errors(got: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    if [tuple(x.shape) for x in got] != [tuple(x.shape) for x in exact]:
-        raise ValueError(f"its results are {[tuple(x.shape) for x in got]}")
-    pairs = zip(got, exact, strict=True)
-    return [float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-
-
 @dataclass(frozen=True)
 class Bench:
     """The settings of a run; ``timer`` and ``roof`` are None where correctness alone is checked."""
@@ -120,12 +67,12 @@ class Bench:
             yield from self._rows(operation, shape, dtype)
         except Exception as error:  # the operations after it are worth having
             head = operation.name, str(dtype).removeprefix("torch."), shape_text(shape)
-            yield Row(*head, "megacompile", "full", note=f"fails: {_first_line(error)}")
+            yield Row(*head, "megacompile", "full", note=f"fails: {first_line(error)}")
 
     def _rows(self, operation: Operation, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
         functions = {n: f for n, p in self.providers.items() if (f := p(operation.name)) is not None}
         head = operation.name, str(dtype).removeprefix("torch."), shape_text(shape)
-        for name, (error, note) in check(operation, shape, dtype, functions, self.device).items():
+        for name, (error, note) in check(operation.form, shape, dtype, functions, self.device).items():
             if note or self.timer is None:
                 yield Row(*head, name, "full", error=error, note=note or "checked")
                 continue
@@ -134,7 +81,7 @@ class Bench:
             except torch.OutOfMemoryError:
                 yield Row(*head, name, "full", error=error, note="out of memory")
             except Exception as raised:  # the other providers' times are worth having
-                yield Row(*head, name, "full", error=error, note=f"fails: {_first_line(raised)}")
+                yield Row(*head, name, "full", error=error, note=f"fails: {first_line(raised)}")
 
     def _timed(
         self,
@@ -146,10 +93,10 @@ class Bench:
         error: float,
     ) -> Iterator[Row]:
         assert self.timer is not None and self.roof is not None
-        inputs = inputs_of(operation, shape, dtype, self.device)
+        inputs = inputs_of(operation.form, shape, dtype, self.device)
         wanted = [x for x in inputs if x.requires_grad]
         with self.timer.scope():
-            outputs = _outputs(function(*inputs))
+            outputs = outputs_of(function(*inputs))
         grads = gradients_like(outputs)
 
         def forward() -> Any:
@@ -159,7 +106,7 @@ class Bench:
             return torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
 
         def full() -> Any:
-            return torch.autograd.grad(_outputs(function(*inputs)), wanted, grads)
+            return torch.autograd.grad(outputs_of(function(*inputs)), wanted, grads)
 
         costs = operation.costs(shape, inputs[0].element_size())
         passes = zip(MODES, (forward, backward, full), (*costs, costs[0] + costs[1]), strict=True)

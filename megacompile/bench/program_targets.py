@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megacompile.bench.kernel_bench import Row, shape_text
 from megacompile.bench.operations import OPERATIONS
-from megacompile.blocks.kernel_calls import Calls, KernelCall, total
+from megacompile.blocks.kernel_calls import Calls, KernelCall, eager_use, total
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import from_plain, parse_json
-from megacompile.kernels.operator_benchmark import Shape
-from megacompile.kernels.registry import CALLED
+from megacompile.kernels.eager_form import Shape
 from megacompile.text_files import read_text
 
 
@@ -52,7 +49,7 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
     counts: dict[tuple[str, str, Shape], Counter[str]] = defaultdict(Counter)
     unknown = []
     for call, count in calls:
-        found = operation_of(call)
+        found = eager_use(call)
         if found is None:
             unknown.append(f"{call.op} on {' '.join(map(shape_text, call.shapes))} (×{count})")
             continue
@@ -60,22 +57,6 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
         counts[operation, call.dtype, shape][kind] += count
     made = [Target(*key, kinds["forward"], kinds["backward"]) for key, kinds in counts.items()]
     return sorted(made, key=lambda t: (list(OPERATIONS).index(t.operation), t.dtype, t.shape)), unknown
-
-
-def operation_of(call: KernelCall) -> tuple[str, Shape, str] | None:
-    """(operation, its shape, which pass) of a call."""
-    op = CALLED.get(call.op)
-    if op is None or not op.spec.benchmarks:
-        return None
-    operation, *_ = op.spec.benchmarks
-    backward = op.part is op.spec.backward
-    read, first = (
-        [a.name for a in getattr(torch.ops.megacompile, name).default._schema.arguments]
-        for name in (call.op, op.spec.name)
-    )
-    behind = backward and first[0] in read  # else the gradient, of the same shape, stands in its place
-    shape = operation.shape_of(call.shapes[behind:], call.constants)
-    return None if shape is None else (operation.name, shape, "backward" if backward else "forward")
 
 
 def worth(made: Sequence[Target], rows: Sequence[Row]) -> str:

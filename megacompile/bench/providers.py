@@ -16,14 +16,15 @@ import torch
 
 from megacompile.bench.operations import OPERATIONS
 from megacompile.errors import MegacompileError
-from megacompile.kernels.operator_benchmark import Function
+from megacompile.kernels.eager_form import Function
+from megacompile.kernels.registry import EAGER_FORMS
 
 Provider = Callable[[str], Function | None]
 
 
 def providers(files: Sequence[str], device: torch.device) -> dict[str, Provider]:
     """Those that can run on ``device``, by name, megacompile's and eager's first."""
-    found: dict[str, Provider] = {"eager": lambda name: OPERATIONS[name].eager, "megacompile": OURS.get}
+    found: dict[str, Provider] = {"eager": lambda name: EAGER_FORMS[name].eager, "megacompile": OURS.get}
     if device.type == "cuda":
         found["torch.compile"] = _compiled
         if importlib.util.find_spec("liger_kernel") is not None:
@@ -33,13 +34,13 @@ def providers(files: Sequence[str], device: torch.device) -> dict[str, Provider]
     return found
 
 
-OURS: dict[str, Function] = {name: operation.ours for name, operation in OPERATIONS.items()}
+OURS: dict[str, Function] = {name: form.ours for name, form in sorted(EAGER_FORMS.items())}
 
 
 def _compiled(name: str) -> Function:
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # one graph's backward is timed again and again
-    function: Function = torch.compile(OPERATIONS[name].eager, dynamic=False)
+    function: Function = torch.compile(EAGER_FORMS[name].eager, dynamic=False)
     return function
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.blocks.costs import flat, flops, moved, values
-from megacompile.kernels.registry import called
+from megacompile.kernels.eager_form import Shape
+from megacompile.kernels.registry import CALLED, called
 
 
 @dataclass(frozen=True, order=True)
@@ -81,3 +82,19 @@ def _work(node: fx.Node) -> tuple[int, float]:
         return 0, 0.0
     reached = call.part.teraflops
     return flops(node), reached(given) if callable(reached) else reached
+
+
+def eager_use(call: KernelCall) -> tuple[str, Shape, str] | None:
+    """(eager form, its shape, which pass) of a call; None where the call is no use that has one."""
+    op = CALLED.get(call.op)
+    if op is None or not op.spec.eager:
+        return None
+    form, *_ = op.spec.eager
+    backward = op.part is op.spec.backward
+    read, first = (
+        [a.name for a in getattr(torch.ops.megacompile, name).default._schema.arguments]
+        for name in (call.op, op.spec.name)
+    )
+    behind = backward and first[0] in read  # else the gradient, of the same shape, stands in its place
+    shape = form.shape_of(call.shapes[behind:], call.constants)
+    return None if shape is None else (form.name, shape, "backward" if backward else "forward")

@@ -112,7 +112,7 @@ def _work(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[int, ...], t
         return
     for name in names:
         operation = OPERATIONS[name]
-        given = [_shape(text, operation.sizes) for text in options.shape or ()]
+        given = [_shape(text, operation.form.sizes) for text in options.shape or ()]
         for dtype in _dtypes(options):
             for shape in given or operation.shapes:
                 yield operation, shape, dtype

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.bench.kernel_bench import check
-from megacompile.bench.operations import OPERATIONS
-from megacompile.bench.providers import OURS
 from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.kernels.adamw import adamw_
+from megacompile.kernels.eager_check import check
+from megacompile.kernels.registry import EAGER_FORMS
 from megacompile.state.adam import AdamHyper, adamw_step
 from megacompile.units import format_bytes
 
@@ -85,7 +84,7 @@ def findings(device: str, budget: str = "90%") -> Iterator[Finding]:
     """Each kernel and way of training, one after the other; a failure keeps no other from running. What is
     trained does without the kernels that were found wrong, as far as they can be switched off."""
     off: dict[str, bool] = {}
-    for name in OURS:
+    for name in sorted(EAGER_FORMS):
         found = _kernel(name, torch.device(device))
         switch = "glu" if name == "clamped_glu" else name  # which has none of its own
         if not found.good and switch in PATTERNS:
@@ -111,12 +110,9 @@ def findings(device: str, budget: str = "90%") -> Iterator[Finding]:
 
 def _kernel(name: str, device: torch.device) -> Finding:
     """A fused operator in bfloat16, forward and backward, beside float64."""
-    operation = OPERATIONS[name]
-    shape = tuple(
-        min(size, _LARGEST_SIZES[what])
-        for what, size in zip(operation.sizes, operation.shapes[0], strict=True)
-    )
-    found = check(operation, shape, torch.bfloat16, {name: OURS[name]}, device)
+    form = EAGER_FORMS[name]
+    shape = tuple(min(size, _LARGEST_SIZES[what]) for what, size in zip(form.sizes, form.shape, strict=True))
+    found = check(form, shape, torch.bfloat16, {name: form.ours}, device)
     error, wrong = found[name]
     return Finding(f"kernel {name}", not wrong, wrong or f"within {error:.1e} of float64")
 

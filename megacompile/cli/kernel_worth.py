@@ -2,7 +2,7 @@
 
 In: the kernels' calls of a planned step, a machine. Out: a :class:`Worth` per operator. A kernel moves bytes
 at the memory's bandwidth, or is priced by :mod:`~megacompile.hardware.kernel_prices`. Plain torch is the
-operation's eager form in :mod:`~megacompile.bench.operations`, traced on fake tensors: what its operators
+operator's eager form (:mod:`~megacompile.kernels.eager_form`), traced on fake tensors: what its operators
 read and write at the memory's bandwidth, and its products; for attention without softcap torch's own kernels,
 at the rates of the machine. Launches count on neither side.
 """
@@ -19,14 +19,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacompile.bench.operations import OPERATIONS, inputs_of
-from megacompile.bench.program_targets import operation_of
 from megacompile.blocks.costs import flops, moved
-from megacompile.blocks.kernel_calls import Calls, KernelCall
+from megacompile.blocks.kernel_calls import Calls, KernelCall, eager_use
 from megacompile.hardware.kernel_prices import kernel_seconds
 from megacompile.hardware.machine import Machine
-from megacompile.kernels.operator_benchmark import Shape
-from megacompile.kernels.registry import CALLED
+from megacompile.kernels.eager_check import inputs_of
+from megacompile.kernels.eager_form import Shape
+from megacompile.kernels.registry import CALLED, EAGER_FORMS
 from megacompile.schedule.workload import KernelWork
 
 _TRACED = 512  # tokens of a recurrence, whose cost grows with them: its loop over chunks takes long to trace
@@ -71,7 +70,7 @@ def _seconds_of_call(call: KernelCall, machine: Machine) -> float:
 
 def _without(call: KernelCall, machine: Machine) -> float | None:
     """The time of the same pass in plain torch; None where there is no eager form."""
-    found = operation_of(call)
+    found = eager_use(call)
     if call.op in ("attention", "attention_backward"):
         backward = call.op == "attention_backward"
         _scale, _causal, _window, softcap, *_ = (text for text in call.constants if text != "None")
@@ -101,7 +100,7 @@ def _eager_cost(operation: str, shape: Shape, kind: str, call: KernelCall) -> _C
 @cache
 def _traced(operation: str, shape: Shape, dtype: str) -> tuple[_Cost, _Cost]:
     """The costs of an eager form's forward and backward."""
-    case = OPERATIONS[operation]
+    case = EAGER_FORMS[operation]
 
     def run(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         made = case.eager(*inputs)

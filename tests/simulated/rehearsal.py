@@ -24,7 +24,8 @@ from benchmarks.gpu.campaign import OK, ROOT, WRONG, Stage, drive
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page
 from benchmarks.gpu.stages import stages
-from megacompile.bench import kernel_bench, operations
+from megacompile.bench import kernel_bench
+from megacompile.kernels import eager_check
 from tests.simulated.device import simulated
 from tests.simulated.numbers import Numbers, failures, runtime
 
@@ -62,14 +63,17 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_DRAWN, _GRADIENTS = eager_check.inputs_of, eager_check.gradients_like
+
+
 def _inputs_of(operation: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Inputs drawn on the host: a generator of the simulated device draws nothing."""
-    drawn = operations.inputs_of(operation, shape, dtype, torch.device("cpu"))
+    drawn = _DRAWN(operation, shape, dtype, torch.device("cpu"))
     return [x.detach().to(device).requires_grad_(x.requires_grad) for x in drawn]
 
 
 def _gradients_like(outputs: Any) -> list[torch.Tensor]:
-    drawn = operations.gradients_like([o.detach().cpu() for o in outputs])
+    drawn = _GRADIENTS([o.detach().cpu() for o in outputs])
     return [x.to(o.device) for x, o in zip(drawn, outputs, strict=True)]
 
 
@@ -89,8 +93,9 @@ def _stage(name: str, folder: Path, until: float) -> None:
     ):  # fmt: skip
         patch.setattr(module, function, _with_numbers(getattr(module, function)))
     torch.backends.cuda.enable_cudnn_sdp(False)  # it has no numbers here
-    patch.setattr(kernel_bench, "inputs_of", _inputs_of)
-    patch.setattr(kernel_bench, "gradients_like", _gradients_like)
+    for module in (kernel_bench, eager_check):
+        patch.setattr(module, "inputs_of", _inputs_of)
+        patch.setattr(module, "gradients_like", _gradients_like)
     with simulated(patch, lag_us=0):
         status = run_stage(next(s for s in rehearsed() if s.name == name), folder, until)
         print(*failures[:1], runtime.violations(), flush=True)

@@ -26,7 +26,7 @@ from megacompile.bench.results import compare, markdown, read_rows, write
 from megacompile.bench.timing import Roofline, Times
 from megacompile.cli.main import main
 from megacompile.errors import MegacompileError
-from megacompile.kernels.operator_benchmark import Shape
+from megacompile.kernels.eager_form import Shape
 from tests.support.models import batch_for, build
 
 CPU = torch.device("cpu")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import megacompile
-from megacompile.bench.providers import OURS
 from megacompile.cli import gpu_doctor
 from megacompile.cli.main import main
+from megacompile.kernels.registry import EAGER_FORMS
 
 
 def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,7 @@ def test_a_device_that_works_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
         {what: min(most, 256) for what, most in gpu_doctor._LARGEST_SIZES.items()},
     )
     found = list(gpu_doctor.findings("cpu", "50MB"))
-    assert len(found) == 4 + len(OURS) and all(f.good for f in found), found
+    assert len(found) == 4 + len(EAGER_FORMS) and all(f.good for f in found), found
     assert "peak" in found[-1].text and "predicted" in found[-1].text
 
 
@@ -46,12 +47,14 @@ def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(gpu_doctor, "_LENGTH", 8)
     monkeypatch.setattr(gpu_doctor, "_STEPS", 2)
     monkeypatch.setattr(gpu_doctor, "_train", train)
-    monkeypatch.setattr(gpu_doctor, "OURS", {"rms_norm": twice, "attention": lambda q, k, v: 2 * q})
+    wrong = {"rms_norm": twice, "attention": lambda q, k, v: 2 * q}
+    forms = {name: replace(EAGER_FORMS[name], ours=ours) for name, ours in wrong.items()}
+    monkeypatch.setattr(gpu_doctor, "EAGER_FORMS", forms)
     monkeypatch.setattr(gpu_doctor, "adamw_", lambda weight, *_: weight.zero_())
     found = list(gpu_doctor.findings("cpu"))
     assert not any(f.good for f in found)
-    assert found[0].text.startswith("wrong: result 0 is off")
-    assert 'kernels={"rms_norm": False}' in found[0].text and "nothing switches it off" in found[1].text
+    assert found[1].text.startswith("wrong: result 0 is off")
+    assert "nothing switches it off" in found[0].text and 'kernels={"rms_norm": False}' in found[1].text
     assert "of the host's" in found[2].text
     assert switched == 3 * [{"rms_norm": False}] and found[3].what.endswith("without rms_norm")
     assert found[-1].text == "RuntimeError: no kernel image is available"

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megacompile.bench.ceilings import CHIPS
-from megacompile.bench.program_targets import operation_of
-from megacompile.blocks.kernel_calls import KernelCall
+from megacompile.blocks.kernel_calls import KernelCall, eager_use
 from megacompile.cli.kernel_worth import worth
 from megacompile.hardware.catalog import PROFILES
 from megacompile.hardware.kernel_prices import kernel_seconds
@@ -89,8 +88,8 @@ def test_plain_torch_has_attention_of_its_own_but_for_a_softcap() -> None:
         )
         for softcap in ("0.0", "50.0")
     )
-    assert operation_of(plain) is not None
-    assert operation_of(capped) is None  # no benchmark is of it, whatever its dropout of 0.0
+    assert eager_use(plain) is not None
+    assert eager_use(capped) is None  # no benchmark is of it, whatever its dropout of 0.0
     found = [worth(((call, 2),), H100)["attention"].without for call in (plain, capped)]
     assert H100.attention_forward is not None
     assert found[0] == pytest.approx(2 * work / H100.attention_forward)

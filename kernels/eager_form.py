@@ -1,15 +1,13 @@
-"""The benchmark of an operator: inputs, the eager form beside ours, bytes and floating-point operations.
+"""The eager form of an operator: what a model writes in plain torch in its place, and inputs to try both on.
 
-A shape is a tuple of sizes, named by ``Operation.sizes``. Bytes are the least that a kernel must move: each
-input read once, each result written once. The eager form is what a model writes in plain torch; in float64
-it is the reference of every provider.
+A shape is a tuple of sizes, named by ``EagerForm.sizes``. In float64 the eager form is the reference of the
+operator, and of whatever else computes the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,39 +18,22 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The least work of one pass: bytes to and from device memory, floating-point operations."""
-
-    nbytes: int
-    flops: int = 0
-
-    def __add__(self, more: Cost) -> Cost:
-        return Cost(self.nbytes + more.nbytes, self.flops + more.flops)
-
-
-Costs = Callable[[Shape, int], tuple[Cost, Cost]]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One row group of the benchmark.
+class EagerForm:
+    """One use of an operator, on tensors of a usual ``shape``.
 
     ``make`` gives the inputs of a shape in float64, the differentiable ones first (``trained`` many);
-    ``costs`` gives forward and backward cost for a shape and an item size; ``ours`` takes the arguments of
-    ``eager``, as does ``liger`` behind Liger-Kernel's functional interface, of version 0.6. ``shape_of``
-    gives the shape that a call is benchmarked as, by the tensors that a forward takes and by its constants.
+    ``ours`` takes the arguments of ``eager``. ``shape_of`` gives the shape of a call of the operator, by the
+    tensors that a forward takes and by its constants; None where the call is no such use.
     """
 
     name: str
     sizes: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    shape: Shape
     make: Callable[[Shape, torch.Generator], list[Tensor]]
     trained: int
     eager: Function
-    costs: Costs
     ours: Function
     shape_of: Callable[[Sequence[Shape], Sequence[str]], Shape | None]
-    liger: Callable[..., Any] | None = None
 
     def check_shape(self, shape: Shape, device: torch.device) -> Shape:
         """The shape in which correctness is checked: fewer tokens or rows, on a CPU fewer classes too."""
@@ -63,16 +44,6 @@ class Operation:
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
     """Draw numbers of a normal distribution, in float64."""
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device) * scale
-
-
-def elementwise(inputs: int, outputs: int, backward: int) -> Costs:
-    """Return the costs of an operator on [rows, columns]: how many such tensors a pass reads and writes."""
-
-    def costs(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-        nbytes = torch.Size(shape).numel() * itemsize
-        return Cost((inputs + outputs) * nbytes), Cost(backward * nbytes)
-
-    return costs
 
 
 def rows_of(shapes: Sequence[Shape], constants: Sequence[str]) -> Shape:
