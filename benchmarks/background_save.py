@@ -146,7 +146,7 @@ class Saves(TrainerCallback):
             self.start, self.cpu, self.stood = time.perf_counter(), time.process_time(), 0.0
             control.should_save = self.wait is not None
         if state.global_step == state.max_steps:
-            float(self.trainer._last.loss)  # type: ignore[union-attr]
+            float(self.trainer._steps.last.loss)  # type: ignore[union-attr]
             self.trained = time.perf_counter() - self.start
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -79,7 +79,7 @@ def made(folder: str, steps: int, tokens: int, every: int, clock: Clock) -> Trai
     data = [{"input_ids": row, "labels": row} for row in ids]
     trainer = Trainer(model(), arguments, train_dataset=data, callbacks=[clock], hbm_budget="60MB")
     trainer.log = clock.timed(trainer.log)
-    trainer._progress.count = clock.timed(trainer._progress.count)  # type: ignore[method-assign]
+    trainer._steps.progress.count = clock.timed(trainer._steps.progress.count)  # type: ignore[method-assign]
     handler: Any = trainer.callback_handler
     handler.call_event = clock.timed(handler.call_event)
     return trainer

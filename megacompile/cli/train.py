@@ -116,7 +116,7 @@ def run_train(options: argparse.Namespace) -> int:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
-        trainer._progress.end()
+        trainer._steps.progress.end()
     stopped: int | None = trainer._interruption.stopped_by
     if stopped is not None:
         if first:

@@ -110,7 +110,8 @@ class OutsideModel:
 
     def _laid_out(self, batch: dict[str, Any]) -> Program:
         owned = is_owned(self._trainer.model)
-        program: Program = self._trainer._laid_out([] if owned else self._trainer._like_training(batch))
+        steps = self._trainer._steps
+        program: Program = steps.laid_out([] if owned else steps.like_training(batch))
         return program
 
 

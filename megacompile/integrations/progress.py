@@ -146,8 +146,8 @@ class TrainingProgress(logging.Handler):
         if self._tokens:
             speed = self._tokens * self._trainer.args.world_size / (now - self._since)  # ranks take alike
             found.append(f"{speed:,.0f} tokens/s")
-            if self._trainer.flops_per_token:
-                found.append(f"{speed * self._trainer.flops_per_token / 1e12:.3g} TFLOP/s")
+            if self._trainer._steps.flops_per_token:
+                found.append(f"{speed * self._trainer._steps.flops_per_token / 1e12:.3g} TFLOP/s")
         found.append(f"device {format_bytes(memory.device_peak_bytes)}")
         return [*found, f"host {format_bytes(sum(memory.host_bytes.values()))}"]
 

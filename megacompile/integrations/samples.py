@@ -54,7 +54,7 @@ class Samples(TrainerCallback):
         self._lines = [line for line in self._lines if line["step"] != state.global_step] + lines
         replace_text(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines))
         for line in lines:
-            self._trainer._progress.write(f"{line['prompt']} → {line['answer']}")
+            self._trainer._steps.progress.write(f"{line['prompt']} → {line['answer']}")
 
     def forward(self) -> None:
         """Ask for the last token that answers may get."""

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from megacompile.api.program import Program
 from megacompile.distributed.world import World
 from megacompile.errors import DiskError
-from megacompile.integrations.interruption import Interruption
 from megacompile.integrations.peft_adapters import Within, save_adapters
-from megacompile.integrations.progress import TrainingProgress
-from megacompile.integrations.trainer_checkpoints import (
-    STATE,
-    begin,
-    check_checkpoint,
-    finish,
-    is_whole,
-    last_checkpoint,
-)
+from megacompile.integrations.trainer_checkpoints import STATE, begin, finish, is_whole
+from megacompile.integrations.trainer_steps import TrainerSteps
 from megacompile.state.atomic_folder import adding_to, is_of_disk
 from megacompile.state.model_export import Description, describe, export_model
-from megacompile.state.model_ownership import is_owned
-from megacompile.state.model_values import Lending
 from megacompile.state.saved_values import saved_values
-
-_Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # every mixin's next class
 
 
 class Writing:
@@ -136,166 +121,109 @@ class Writing:
         self.tell()
 
 
-class Saving(_Upstream):
-    """The part of the mixin that saves and resumes."""
+class TrainerSaving:
+    """Writes the checkpoints of a trainer, one at a time, and its model."""
 
-    program: Program | None
-    _interruption: Interruption
-    _lending: Lending
-    _progress: TrainingProgress
-    _checkpoint: Path | None = None  # to be loaded once the state is laid out
-    _writing: Writing | None = None
-    _in_part = False  # upstream saves what is small
+    def __init__(self, trainer: Any, steps: TrainerSteps) -> None:
+        self._trainer, self._steps = trainer, steps
+        self._writing: Writing | None = None
+        self._in_part = False  # upstream saves what is small
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream; ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, if any.
-
-        On SIGINT or SIGTERM it finishes the update, saves a checkpoint and returns. When it has returned, or
-        raised, no checkpoint is being written any more.
-        """
-        self._checkpoint = None
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None and self.is_world_process_zero():
-                text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
-                warnings.warn(text, stacklevel=2)
-        with self._interruption.handled(self), self._progress.told(), self._named(), self._lending.training():
-            try:
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                self._drop_update()  # which never came
-                self._finish_saving()
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """The other ranks hear why this one fails, and this one says which of them did."""
-        try:
-            yield
-        except BaseException:
-            if self.program is None or self.program.world.ended:
-                raise
-            with self.program.world.together():
-                raise
-
-    def _finish_saving(self) -> None:
+    def finish(self) -> None:
         """Return when no checkpoint is being written; tell of one that was not."""
         if self._writing is not None:
             self._writing.wait()
             self._writing = None
 
+    def tell(self) -> None:
+        """Tell of a checkpoint that is being written what is known so far."""
+        if self._writing is not None:
+            self._writing.tell()
+
     @contextlib.contextmanager
-    def _all_kept(self) -> Iterator[None]:
-        """Upstream removes no checkpoint."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+    def all_kept(self) -> Iterator[None]:
+        """Keep upstream from removing checkpoints."""
+        arguments = self._trainer.args
+        limit, arguments.save_total_limit = arguments.save_total_limit, None
         try:
             yield
         finally:
-            self.args.save_total_limit = limit
+            arguments.save_total_limit = limit
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As upstream, but a thread writes what is large, and then says that the folder is whole."""
-        self._finish_saving()
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        assert self.program is not None
-        limit, world = self.args.save_total_limit, self.program.world
-        self._writing = writing = Writing(folder, self.state, limit, world)
+    def save_checkpoint(
+        self, folder: Path, save_small: Callable[[], None], push: Callable[[str], None]
+    ) -> None:
+        """Write a checkpoint: ``save_small`` writes what upstream does, a thread what is large.
+
+        The thread says at last that the folder is whole; upstream's ``push`` sends it to a hub.
+        """
+        self.finish()
+        trainer, program = self._trainer, self._steps.program
+        assert program is not None
+        limit, world = trainer.args.save_total_limit, program.world
+        self._writing = writing = Writing(folder, trainer.state, limit, world)
         self._in_part = True
         failed = False
         try:
             writing.begin()
-            with writing.small(), self._all_kept():
-                super()._save_checkpoint(model, trial)
-            self._save_large(writing)
+            with writing.small(), self.all_kept():
+                save_small()
+            self._save_large(writing, program)
         except BaseException as error:
             failed = True
             writing.end(error)
         finally:
             self._in_part = False
-        if self.args.push_to_hub or any(map(_reads_checkpoints, self.callback_handler.callbacks)):
-            self._finish_saving()
-        if self.args.push_to_hub and is_whole(folder):
-            super()._push_from_checkpoint(os.fspath(folder))
+        if trainer.args.push_to_hub or any(map(_reads_checkpoints, trainer.callback_handler.callbacks)):
+            self.finish()
+        if trainer.args.push_to_hub and is_whole(folder):
+            push(os.fspath(folder))
         if failed or world.size == 1:  # several ranks hear of it where they wait, at one point
             writing.tell()
 
-    def _save_large(self, writing: Writing) -> None:
-        assert self.program is not None
+    def _save_large(self, writing: Writing, program: Program) -> None:
+        arguments = self._trainer.args
         with writing.small():
-            if self.args.should_save:
-                torch.save(self.args, writing.folder / "training_args.bin")
+            self._trainer._save_beside(writing.folder)
+            if arguments.should_save:
+                torch.save(arguments, writing.folder / "training_args.bin")
         writing.agree()
-        if self.args.save_only_model:
+        if arguments.save_only_model:
             writing.end()
         else:
-            model = None if hasattr(self.model, "peft_config") else describe(self.program.model)
-            writing.go_on(self.program, model)
+            model = None if hasattr(self._trainer.model, "peft_config") else describe(program.model)
+            writing.go_on(program, model)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing: it is not whole yet."""
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir)
-        # a plain trainer would go on with fresh moments, and say nothing, where this file is missing
-        torch.save({"moments": "of a megacompile program, in the folder program"}, folder / "optimizer.pt")
-        torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
+    def save_model(self, program: Program, folder: str) -> None:
         """Write the model as ``from_pretrained`` loads it, with its tokenizer."""
-        if self.program is None or not is_owned(self.model):
-            super()._save(output_dir, state_dict)
-            return
-        folder = output_dir if output_dir is not None else self.args.output_dir
         if not self._in_part:
-            self._finish_saving()
+            self.finish()
         kept = self._writing.small() if self._in_part and self._writing else contextlib.nullcontext()
         with kept:  # upstream's ranks may wait for each other next
-            self._write_model(self.program, folder)
+            self._write_model(program, folder)
 
     def _write_model(self, program: Program, folder: str) -> None:
+        trainer = self._trainer
         # no link is left in a checkpoint that is begun, and a thread sees to it that all of it is on disk
         within: Within = contextlib.nullcontext if self._in_part else adding_to
-        if hasattr(self.model, "peft_config"):
-            save_adapters(self.model, program, Path(folder), within)
-        elif not self._in_part or self.args.save_only_model:
+        if hasattr(trainer.model, "peft_config"):
+            save_adapters(trainer.model, program, Path(folder), within)
+        elif not self._in_part or trainer.args.save_only_model:
             program.export(folder, dtype=None, beside=True)
-        if not self.args.should_save:
+        if not trainer.args.should_save:
             return
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         with within(Path(folder)) as fresh:
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(fresh))
             if not self._in_part:  # where save_total_limit is not what was given
-                torch.save(self.args, fresh / "training_args.bin")
+                torch.save(trainer.args, fresh / "training_args.bin")
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, which compares the numbers of updates of a checkpoint with what may be shares here."""
-        names = ("logging_steps", "eval_steps", "save_steps")
-        given = {name: getattr(self.args, name) for name in names}
-        shares = {name: steps for name, steps in given.items() if steps is not None and steps < 1}
-        self.args.__dict__.update({name: math.ceil(max_steps * share) for name, share in shares.items()})
-        try:
-            return super()._init_training_state(max_steps, *args, **kwargs)
-        finally:
-            self.args.__dict__.update(shares)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Only look whether it is whole: the state is read when it has been laid out, at the first update."""
-        self._checkpoint = check_checkpoint(Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
-
-    def _load_best_model(self) -> None:
-        assert self.program is not None
-        self.program.load(check_checkpoint(Path(self.state.best_model_checkpoint)))
-
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        best = super()._determine_best_metric(*args, **kwargs)
-        return best or self._interruption.stopped  # save_strategy="best" saves where this is true
+    def save_scheduler(self, folder: Path) -> None:
+        """Write the scheduler, and a file in the place of the optimizer's."""
+        # a plain trainer would go on with fresh moments, and say nothing, where this file is missing
+        torch.save({"moments": "of a megacompile program, in the folder program"}, folder / "optimizer.pt")
+        torch.save(self._trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")
 
 
 def _reads_checkpoints(callback: TrainerCallback) -> bool:

@@ -8,42 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import ProgressCallback, Seq2SeqTrainingArguments, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import find_batch_size
 
-from megacompile.api.compile import compile
 from megacompile.api.program import Program
-from megacompile.capture.module_wrappers import unwrapped
 from megacompile.errors import BudgetError
-from megacompile.integrations.compute_loss import MicroBatch, OutsideModel, cancel
-from megacompile.integrations.evaluation import Evaluation
+from megacompile.integrations.compute_loss import OutsideModel
 from megacompile.integrations.interruption import Interruption
-from megacompile.integrations.lengths import longest_row, longest_rows
-from megacompile.integrations.loss_functions import given_loss, smoothed_loss
-from megacompile.integrations.program_optimizer import ProgramOptimizer
-from megacompile.integrations.progress import Bar, TrainingProgress
-from megacompile.integrations.saving import Saving
-from megacompile.integrations.training_arguments import (
-    OWN_CLASSES,
-    MegacompileConfig,
-    compile_options,
-    settle,
+from megacompile.integrations.lengths import longest_rows
+from megacompile.integrations.plan_training import (
+    PlannedTraining,
+    TooManyRowsError,
+    fewer_rows,
+    later_programs,
 )
-from megacompile.integrations.updates import Updates
+from megacompile.integrations.progress import Bar
+from megacompile.integrations.saving import TrainerSaving
+from megacompile.integrations.trainer_checkpoints import check_checkpoint, last_checkpoint
+from megacompile.integrations.trainer_steps import TrainerSteps, waits_for_update
+from megacompile.integrations.training_arguments import OWN_CLASSES, MegacompileConfig, settle
 from megacompile.report.schedule import Schedule
 from megacompile.state.masters import Weights
 from megacompile.state.model_ownership import is_owned
-from megacompile.state.model_values import Lending
 from megacompile.state.moment_formats import StateFormat
 from megacompile.state.several_optimizers import Several
 
@@ -57,31 +52,27 @@ __all__ = [
 ]
 
 
-class _TooManyRowsError(Exception):
-    """A batch has no room in the budget, and ``auto_find_batch_size`` asks for a smaller one."""
-
-    def __init__(self, least_bytes: int | None, budget_bytes: int) -> None:
-        self.least_bytes, self.budget_bytes = least_bytes, budget_bytes
+_Upstream: Any = transformers.Trainer if TYPE_CHECKING else object  # the mixin's next class
 
 
-class _PlannedTraining(Exception):
-    """All programs of a training are planned, and it is not to begin."""
-
-    def __init__(self, programs: list[tuple[str, Schedule]]) -> None:
-        self.programs = programs
-
-
-class Mixin(Saving, Updates, Evaluation):
+class Mixin(_Upstream):
     """The mixin that makes a trainer of transformers train through a program; comes before upstream's class.
 
     ``hbm_budget``, ``host_budget``, ``offload_dir``, ``optimizer_state`` and ``weights`` are those of
     :func:`megacompile.compile`; ``config`` gives the first four and more. ``program`` is the program once
     training or evaluation has begun; ``release()`` ends it, and gives the model its values back.
+
+    It answers upstream's hooks, by its steps and what saves; other kinds of trainers answer ours:
+    ``_before_program``, ``_alike``, ``_epochs``, ``_later_programs``, ``_predict_longest``,
+    ``_rows_of_training``, ``_save_beside``.
     """
 
     model: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
+    preprocess_logits_for_metrics: Any
+    _outside: type[OutsideModel] | None = None  # where the loss is the trainer's own code
+    _preprocess: Any = None  # of the logits, while an evaluation runs
 
     def __init__(
         self,
@@ -94,15 +85,9 @@ class Mixin(Saving, Updates, Evaluation):
         weights: Weights | None = None,
         **kwargs: Any,
     ) -> None:
-        self._config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
-        self._weights = weights
-        self.program: Program | None = None
-        self._lending = Lending()
-        self._no_updates()
-        self._planned = False  # all programs of this training
-        self.planned_updates = 0
-        self._stops_planned = False  # before the first update
-        self._progress = TrainingProgress(self)
+        config = config or MegacompileConfig(hbm_budget, host_budget, offload_dir, optimizer_state)
+        self._steps = TrainerSteps(self, config, weights)
+        self._saving = TrainerSaving(self, self._steps)
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, (list, tuple)):
             self.optimizer = Several(self.optimizer)  # schedulers take one
@@ -117,8 +102,109 @@ class Mixin(Saving, Updates, Evaluation):
         if cls._outside is None and own is not None and not own.__module__.startswith("transformers."):
             cls._outside = OutsideModel
 
+    @property
+    def program(self) -> Program | None:
+        """The program, once training or evaluation has begun."""
+        return self._steps.program
+
+    @property
+    def planned_updates(self) -> int:
+        """The updates of the training that is under way, as they were planned before its first step."""
+        return self._steps.planned_updates
+
+    def plan(self) -> list[tuple[str, Schedule]]:
+        """Return the programs of a training, each with what it is for, as :meth:`train` plans them before its
+        first step; that is not made, and nothing is allocated. Raises what ``train`` would until then."""
+        self._steps.stops_planned = True
+        try:
+            self.train()
+        except PlannedTraining as planned:
+            return planned.programs
+        finally:
+            self._steps.stops_planned = False
+        return []
+
+    def release(self) -> nn.Module:
+        """End the program: the model holds its values again, as an ordinary one."""
+        self._saving.finish()
+        if self.program is not None:
+            self.program.release()
+            self._steps.program = self.optimizer = None
+        model: nn.Module = self.model
+        return model
+
+    def _before_program(self) -> None:
+        """Bring the models into the state in which the program is compiled, whenever it is asked for."""
+
+    def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of an update; a program pads what hides it itself."""
+        return batches
+
+    def _epochs(self) -> tuple[Any, int]:
+        """Return the data loader of this training, and the number of its updates."""
+        return self.callback_handler.train_dataloader, self.state.max_steps
+
+    def _rows_of_training(self) -> int:
+        """Return the rows of a micro-batch in training."""
+        rows: int = self._train_batch_size
+        return rows
+
+    def _later_programs(
+        self, program: Program, micro: list[dict[str, Any]]
+    ) -> dict[str, Callable[[], object]]:
+        """Return, by name, what prepares for later updates, of a training that begins with ``micro``."""
+        return later_programs(self, self._steps, program)
+
+    def _predict_longest(self, data: Any) -> None:
+        """Predict a batch as long as the longest row, where the number of rows is known."""
+        if isinstance(data, Sized) and len(data):
+            rows = longest_rows(data, self.args.eval_batch_size * self.args.world_size)
+            loss_only = self.args.prediction_loss_only or self.compute_metrics is None
+            # to its end, as accelerate takes a loader that was left for the one that is trained on; not
+            # get_eval_dataloader, which may keep what it returns
+            try:
+                for batch in list(self.get_test_dataloader(rows)):
+                    Mixin.prediction_step(self, self.model, batch, loss_only)  # no code of a subclass
+            finally:
+                self.model.train()  # as the step does that comes next
+
+    def _save_beside(self, folder: Path) -> None:
+        """Write what a checkpoint has beside upstream's files and the program's state."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; ``resume_from_checkpoint=True`` takes the newest checkpoint that is whole, if any.
+
+        On SIGINT or SIGTERM it finishes the update, saves a checkpoint and returns. When it has returned, or
+        raised, no checkpoint is being written any more.
+        """
+        steps = self._steps
+        steps.checkpoint = None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None and self.is_world_process_zero():
+                text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
+                warnings.warn(text, stacklevel=2)
+        named = self._naming_failures()
+        with self._interruption.handled(self), steps.progress.told(), named, steps.lending.training():
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                steps.drop_update()  # which never came
+                self._saving.finish()
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """The other ranks hear why this one fails, and this one says which of them did."""
+        try:
+            yield
+        except BaseException:
+            if self.program is None or self.program.world.ended:
+                raise
+            with self.program.world.together():
+                raise
+
     def create_accelerator_and_postprocess(self) -> None:
-        self._config = settle(self.args, self._config)
+        self._steps.config = settle(self.args, self._steps.config)
         super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -155,172 +241,45 @@ class Mixin(Saving, Updates, Evaluation):
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As upstream, which calls it when the optimizer is there, and has accelerate wrap that next."""
         if self.optimizer is not None:
-            self._adopted()
+            self._steps.adopted()
         return super()._wrap_model(model, *args, **kwargs)
-
-    def _adopted(self) -> ProgramOptimizer:
-        """The optimizer that ``create_optimizer``, a subclass's too, has made, as a program's."""
-        if isinstance(self.optimizer, (list, tuple)):
-            self.optimizer = Several(self.optimizer)
-        if not isinstance(self.optimizer, ProgramOptimizer):
-            self.optimizer = ProgramOptimizer(self.optimizer, self._update)
-        adopted: ProgramOptimizer = self.optimizer
-        return adopted
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.model._is_accelerate_prepared = True  # else several ranks would wrap it, to sum gradients
         prepared = super()._prepare_for_training(*args, **kwargs)
-        self._drop_update()
-        self._no_updates()
-        self._planned = False
-        program = self._programmed()
-        if self._checkpoint is not None and is_owned(self.model):
-            self._laid_out([])
-        elif self._checkpoint is not None:  # the first step may begin with a rollout
-            program.resume(self._checkpoint)
+        self._steps.begin()
         return prepared
 
-    def _programmed(self) -> Program:
-        """The program of the model and the optimizer as they are now; ``model_init`` gives another model to
-        each training, and a subclass's ``create_optimizer`` maybe another optimizer."""
-        if self.optimizer is None:
-            self.create_optimizer()
-        optimizer = self._adopted()
-        if self.program is not None and self.program.model is not unwrapped(self.model):
-            self.program.close()
-            self.program = None
-        elif self.program is not None and self.program.optimizer is not optimizer.inner:
-            self.program.release()
-            self.program = None
-        if self.program is None:
-            # accelerate sets it too, and an attribute that is set later makes other programs of all batches
-            self.model._is_accelerate_prepared = True
-            options = compile_options(self.args, self.model, self._config)
-            loss_fn = self._loss_fn()
-            self.program = compile(
-                self.model, optimizer=optimizer.inner, loss_fn=loss_fn, weights=self._weights, **options
-            )
-            self.program.lend(self._lending)
-            counts = hasattr(self.model, "num_parameters")  # once, as it takes milliseconds
-            self.flops_per_token = 6 * self.model.num_parameters(exclude_embeddings=True) if counts else 0
-        return self.program
+    @waits_for_update
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keep a micro-batch for the update, which trains on all of them; its loss is known when logged.
 
-    def _loss_fn(self) -> Any:
-        if self._outside is not None:
-            return None
-        if self.compute_loss_func is not None:
-            return functools.partial(given_loss, self.compute_loss_func)
-        if self.label_smoother is None:
-            return None
-        model = self.accelerator.unwrap_model(self.model)
-        name = type(model.base_model.model if hasattr(model, "peft_config") else model).__name__
-        shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return functools.partial(smoothed_loss, self.label_smoother, shifts)
+        Called by a ``training_step`` of a subclass, which sees the loss, or outside of training, it gathers
+        the gradients at once, and returns the loss.
+        """
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        waits = getattr(self.training_step, "waits_for_update", False)
+        return self._steps.train_on(self._prepare_inputs(inputs), num_items_in_batch, waits=waits)
 
-    def _laid_out(self, micro: list[dict[str, Any]]) -> Program:
-        """The program, with its state laid out for these micro-batches, and a checkpoint loaded into it."""
-        program = self._programmed()
-        if program.plans_only:
-            return program
-        plans = bool(micro) and self.is_in_train and not self._planned
-        if plans or not is_owned(self.model):
-            with _in_train_mode(self.model):  # what comes first may be an evaluation
-                if plans:
-                    self._plan_training(program, micro)
-                if not is_owned(self.model):
-                    program.prepare(micro, **self._preparation())
-        if self._checkpoint is not None:
-            program.load(self._checkpoint)
-            self._checkpoint = None
-        return program
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: the program clips, as compiled."""
 
-    def _preparation(self) -> dict[str, Any]:
-        return {"outputs": self._outputs_of_forward(), "checkpoint": self._checkpoint}
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: the norm is asked for where it is logged."""
 
-    def _plan_training(self, program: Program, micro: list[dict[str, Any]]) -> None:
-        """Plan all programs that are known of this training, which begins with these micro-batches, and
-        refuse, before the first step, a budget in which one of them does not fit."""
-        self.planned_updates = self._epochs()[1]
-        first = {"training": functools.partial(program.prepare, micro, **self._preparation())}
-        with same_draws():
-            later = self._later_programs(program, micro)
-            if self.args.auto_find_batch_size and self._train_batch_size > 1:
-                try:
-                    program.plan_all(first)
-                    program.plan_all(first | later)
-                except BudgetError as error:
-                    raise _TooManyRowsError(error.least_bytes, program.budget_bytes) from error
-            programs = program.plan_all(first | later | self._evaluations())
-        if self._stops_planned:
-            raise _PlannedTraining(programs)
-        self._planned = True
-
-    def plan(self) -> list[tuple[str, Schedule]]:
-        """Return the programs of a training, each with what it is for, as :meth:`train` plans them before its
-        first step; that is not made, and nothing is allocated. Raises what ``train`` would until then."""
-        self._stops_planned = True
-        try:
-            self.train()
-        except _PlannedTraining as planned:
-            return planned.programs
-        finally:
-            self._stops_planned = False
-        return []
-
-    def _later_programs(
-        self, program: Program, micro: list[dict[str, Any]]
-    ) -> dict[str, Callable[[], object]]:
-        """Return, by name, what prepares for later updates, of a training that begins with ``micro``."""
-        return {
-            name: functools.partial(self._prepare_update, program, samples)
-            for name, samples in self._later_updates()
-        }
-
-    def _later_updates(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yield, with a name, the micro-batches of updates that may be unlike the first one, as far as they
-        are known: with the longest row, and the last one of an epoch."""
-        loader, updates = self._epochs()
-        data, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-        rows, steps = getattr(sampler, "batch_size", None), self.args.gradient_accumulation_steps
-        if not rows or not hasattr(data, "__getitem__") or not isinstance(data, Sized) or not len(data):
-            return
-        drawn = getattr(sampler, "sampler", None)
-        count = len(drawn) if isinstance(drawn, Sized) else len(data)
-        alone, drops = self.args.world_size == 1, getattr(sampler, "drop_last", False)
-        short = count % rows if alone and not drops else 0  # of several ranks batches are filled up
-        full = loader.collate_fn(list(longest_rows(data, rows)))
-        if longest_row(data) is not None:
-            yield "training on the longest rows", [full] * steps
-        if (largest := getattr(self.data_collator, "largest", None)) is not None:
-            yield "training on the largest images", [largest(data)] * steps
-        last = len(loader) % steps or steps
-        if (short or last < steps) and updates >= -(-len(loader) // steps):
-            end = [loader.collate_fn(list(longest_rows(data, short)))] if short else [full]
-            yield "the last update of an epoch", [full] * (last - 1) + end
-
-    def _epochs(self) -> tuple[Any, int]:
-        """Return the data loader of this training, and the number of its updates."""
-        return self.callback_handler.train_dataloader, self.state.max_steps
-
-    def _prepare_update(self, program: Program, samples: list[dict[str, Any]]) -> None:
-        """Prepare for an update on what upstream's loop would give these to."""
-        samples, count = self.get_batch_samples(iter(samples), len(samples), self.args.device)
-        waiting: list[MicroBatch] = []
-        try:
-            for sample in samples:  # losses of others may change what they are given
-                waiting.append(self._micro_batch(self._prepare_inputs(dict(sample)), count))
-            batches = self._alike([micro.batch for micro in waiting])
-            program.prepare(batches, **self._preparation())
-        finally:
-            cancel(waiting)
-
-    def _outputs_of_forward(self) -> Any:
-        """Return what the program gives a loss that is computed outside; None: it computes the loss."""
-        return self._outside.outputs(self) if self._outside is not None else None
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self._steps.last is not None:
+            grad_norm = self._steps.last.grad_norm
+            self._steps.add_losses()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)
-        self._progress.show(logs)
+        self._steps.progress.show(logs)
 
     def _inner_training_loop(self, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         """As upstream; for ``auto_find_batch_size`` again, with the rows that a budget's error leaves room
@@ -329,7 +288,7 @@ class Mixin(Saving, Updates, Evaluation):
         while True:
             try:
                 return super()._inner_training_loop(batch_size, *args, **kwargs)
-            except _TooManyRowsError as error:
+            except TooManyRowsError as error:
                 needs.append((batch_size, error.least_bytes or 0))
                 batch_size = fewer_rows(needs, error.budget_bytes)
 
@@ -341,66 +300,105 @@ class Mixin(Saving, Updates, Evaluation):
         super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._add_losses()
-        if self._checkpoint is not None:  # there was no step left to make
-            Evaluation.prediction_step(self, self.model, next(iter(self.get_train_dataloader())), True)
-        self._finish_saving()
+        self._steps.add_losses()
+        if self._steps.checkpoint is not None:  # there was no step left to make
+            Mixin.prediction_step(self, self.model, next(iter(self.get_train_dataloader())), True)
+        self._saving.finish()
         # else upstream removes the checkpoint to go on from, if it is not the best
-        with self._all_kept() if self._interruption.stopped else contextlib.nullcontext():
+        with self._saving.all_kept() if self._interruption.stopped else contextlib.nullcontext():
             return super()._finalize_training(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         ids = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if ids is None else int(ids.numel()) * self.flops_per_token
+        return 0 if ids is None else int(ids.numel()) * self._steps.flops_per_token
 
-    def release(self) -> nn.Module:
-        """End the program: the model holds its values again, as an ordinary one."""
-        self._finish_saving()
-        if self.program is not None:
-            self.program.release()
-            self.program = self.optimizer = None
-        model: nn.Module = self.model
-        return model
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        model.eval()
+        if self._outside is None:
+            return self._steps.predict(inputs, prediction_loss_only, ignore_keys, self._preprocess)
+        # upstream's own step, whose compute_loss calls the model
+        step = super().prediction_step(self._stand_in(), inputs, prediction_loss_only, ignore_keys)
+        loss, predictions, labels = step
+        if self._preprocess is not None and predictions is not None:
+            predictions = self._preprocess(predictions, labels)
+        return loss, predictions, labels
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, with ``preprocess_logits_for_metrics`` inside of the program: logits stay there.
 
-@contextlib.contextmanager
-def _in_train_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into train mode, as upstream's step does, and its modules back into theirs after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextlib.contextmanager
-def same_draws() -> Iterator[None]:
-    """Draw again, after it, what is drawn on the host inside."""
-    numbers, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - of collators
-    with torch.random.fork_rng(devices=[]):
+        A subclass's own ``prediction_step`` is given what runs the program where it calls the model.
+        """
+        own = self.prediction_step
+        if getattr(own, "__func__", None) is not Mixin.prediction_step:
+            self.__dict__["prediction_step"] = lambda _, *rest, **named: own(self._stand_in(), *rest, **named)
+            try:
+                return super().evaluation_loop(*args, **kwargs)
+            finally:
+                del self.__dict__["prediction_step"]
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         try:
-            yield
+            return super().evaluation_loop(*args, **kwargs)
         finally:
-            random.setstate(numbers)
-            np.random.set_state(arrays)  # noqa: NPY002
+            self.preprocess_logits_for_metrics, self._preprocess = self._preprocess, None
 
+    def _stand_in(self) -> Any:
+        """Return what stands where a trainer's own code calls the model in eval mode."""
+        return (self._outside or OutsideModel)(self, None)
 
-def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
-    """The rows of a batch to try next, of the (rows, least bytes) that were too many so far.
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As upstream, but a thread writes what is large, and then says that the folder is whole."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        save = functools.partial(super()._save_checkpoint, model, trial)
+        self._saving.save_checkpoint(folder, save, super()._push_from_checkpoint)
 
-    Bytes are nearly linear in rows: two batches tell what none at all would need. After one, that counts as
-    nothing, so that no number that fits is passed over.
-    """
-    rows, least = needs[-1]
-    of_row, fixed = least / rows, 0.0
-    if len(needs) > 1:
-        slope = (needs[-2][1] - least) / (needs[-2][0] - rows)
-        if 0 < slope < of_row:
-            of_row, fixed = slope, least - slope * rows
-    fits = int((budget_bytes - fixed) / of_row) if least else rows // 2
-    return max(1, min(fits, rows - 1))
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: it is not whole yet."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            self._saving.save_scheduler(Path(output_dir))
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model as ``from_pretrained`` loads it, with its tokenizer."""
+        if self.program is None or not is_owned(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        self._saving.save_model(self.program, folder)
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, which compares the numbers of updates of a checkpoint with what may be shares here."""
+        names = ("logging_steps", "eval_steps", "save_steps")
+        given = {name: getattr(self.args, name) for name in names}
+        shares = {name: steps for name, steps in given.items() if steps is not None and steps < 1}
+        self.args.__dict__.update({name: math.ceil(max_steps * share) for name, share in shares.items()})
+        try:
+            return super()._init_training_state(max_steps, *args, **kwargs)
+        finally:
+            self.args.__dict__.update(shares)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Only look whether it is whole: the state is read when it has been laid out, at the first update."""
+        self._steps.checkpoint = check_checkpoint(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        assert self.program is not None
+        self.program.load(check_checkpoint(Path(self.state.best_model_checkpoint)))
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        best = super()._determine_best_metric(*args, **kwargs)
+        return best or self._interruption.stopped  # save_strategy="best" saves where this is true
 
 
 class Trainer(Mixin, transformers.Trainer):
@@ -428,7 +426,7 @@ class Generator:
         self._trainer.model = self._model
         if self._trainer.args.world_size == 1:
             try:
-                with self._trainer._programmed().rollout() as model:
+                with self._trainer._steps.programmed().rollout() as model:
                     return model.generate(**inputs)
             except BudgetError as error:
                 warnings.warn(f"Texts are made on the host, which is slow. {error}", stacklevel=2)
@@ -445,7 +443,7 @@ class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *rest: Any, **options: Any
     ) -> tuple[Tensor | None, Any, Any]:
         if prediction_loss_only or not self.args.predict_with_generate:
-            return Evaluation.prediction_step(self, self.model, inputs, prediction_loss_only, *rest)
+            return Mixin.prediction_step(self, self.model, inputs, prediction_loss_only, *rest)
         model.eval()
         upstream, own = transformers.Seq2SeqTrainer.prediction_step, self.model
         self.model = Generator(self)

@@ -36,10 +36,10 @@ from megacompile.integrations.compute_loss import OutsideModel
 from megacompile.integrations.cut_images import refuse_cut_images
 from megacompile.integrations.lengths import as_long_as_others, longest_of, longest_row, with_rows
 from megacompile.integrations.peft_adapters import learns_prompts, start_without_effect, virtual_tokens
-from megacompile.integrations.saving import Writing
+from megacompile.integrations.plan_training import same_draws
+from megacompile.integrations.trainer_steps import waits_for_update
 from megacompile.integrations.training_arguments import MegacompileConfig, compile_options, plans_recompute
-from megacompile.integrations.transformers import Mixin, same_draws
-from megacompile.integrations.updates import waits_for_update
+from megacompile.integrations.transformers import Mixin
 from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.model_ownership import is_owned
 from megacompile.units import host_available, parse_bytes
@@ -180,7 +180,7 @@ class TokenModel(OutsideModel):
         return getattr(self._model, name)
 
     def _programmed(self) -> Program:
-        program: Program = self._trainer._programmed()
+        program: Program = self._trainer._steps.programmed()
         return program
 
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
@@ -262,13 +262,12 @@ class TokenMixin(Mixin):
         most = getattr(self.args, "max_length", None)
         return max(known) if most is None else min(max(known), most)
 
-    def _programmed(self) -> Program:
+    def _before_program(self) -> None:
         without_fused_head(self.model)
-        return super()._programmed()
 
     def _alike(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Micro-batches of one length, which are one program; also of several ranks."""
-        longest = longest_of(self._programmed(), max(batch["input_ids"].shape[1] for batch in batches))
+        longest = longest_of(self._steps.programmed(), max(batch["input_ids"].shape[1] for batch in batches))
         return [_lengthened(batch, longest) for batch in batches]
 
 
@@ -326,7 +325,7 @@ class ReferenceModel(TokenModel):
         last = min(reversed(list(model.parameters())), key=Tensor.numel)
         model.requires_grad_(False)
         optimizer = torch.optim.AdamW([last.requires_grad_()])
-        options = compile_options(trainer.args, model, trainer._config)
+        options = compile_options(trainer.args, model, trainer._steps.config)
         self.program = compile(model, optimizer=optimizer, **options | {"dump": None})
         if mixes:
             self.program.expect_mixing()
@@ -404,7 +403,7 @@ class BesideReference(TokenMixin):
         """Take a reference that stays off the host budget, and refuse one that cannot follow."""
         if not self._keeps_reference:
             return
-        self._config = without_memory_of(self.ref_model, self._config)
+        self._steps.config = without_memory_of(self.ref_model, self._steps.config)
         shapes = [[p.shape for p in model.parameters()] for model in (self.model, self.ref_model)]
         if self.args.sync_ref_model and (shapes[0] != shapes[1] or self.args.world_size > 1):
             raise MegacompileError(
@@ -423,10 +422,10 @@ class BesideReference(TokenMixin):
         assert self.program is not None
         self.ref_model.program.mix(self.program, share)
 
-    def _programmed(self) -> Program:
+    def _before_program(self) -> None:
         if self._keeps_reference and isinstance(self.ref_model, nn.Module):
             self.ref_model = ReferenceModel(self, self.ref_model, mixes=self.args.sync_ref_model)
-        return super()._programmed()
+        super()._before_program()
 
     def _prepare_for_training(self, steps: int, loader: Any, resumed: str | None = None) -> Any:
         checkpoint = Path(resumed) / "reference" if resumed and self.args.sync_ref_model else None
@@ -437,11 +436,9 @@ class BesideReference(TokenMixin):
             self.ref_model.checkpoint = checkpoint
         return prepared
 
-    def _save_large(self, writing: Writing) -> None:
+    def _save_beside(self, folder: Path) -> None:
         if self.args.sync_ref_model and not self.args.save_only_model:
-            with writing.small():
-                self.ref_model.program.save(writing.folder / "reference")
-        super()._save_large(writing)
+            self.ref_model.program.save(folder / "reference")
 
     def release(self) -> nn.Module:
         if isinstance(self.ref_model, ReferenceModel):
@@ -569,7 +566,7 @@ class ReferenceMixin(BesideReference):
         if self.state.global_step or not (
             "ref" in adapters or not adapters or start_without_effect(self.model)
         ):
-            self._programmed()  # of the adapters that are trained
+            self._steps.programmed()  # of the adapters that are trained
             return super().compute_ref_log_probs(SwitchedModel(self, None), inputs)
         self.ref_model = outside = TokenModel(self, None)
         try:
@@ -723,7 +720,7 @@ class PolicyMixin(BesideReference):
         if self.use_vllm:
             return super()._generate_single_turn(*args, **kwargs)
         policy = self.model_wrapped
-        with self._programmed().rollout() as self.model_wrapped:
+        with self._steps.programmed().rollout() as self.model_wrapped:
             try:
                 return super()._generate_single_turn(*args, **kwargs)
             finally:
@@ -731,7 +728,7 @@ class PolicyMixin(BesideReference):
 
     def _weights_for_server(self) -> Iterator[tuple[str, Tensor]]:
         """In the place of upstream's: one at a time, as the program computes with them."""
-        for name, value in self._programmed().named_weights():
+        for name, value in self._steps.programmed().named_weights():
             yield self.vllm_generation._fix_param_name_to_vllm(name), value
             del value
 
@@ -751,7 +748,7 @@ class PolicyMixin(BesideReference):
         ]
         calls: dict[str, Callable[[], object]] = {
             f"training on {longest}": functools.partial(
-                program.prepare, self._longest_batches, **self._preparation()
+                program.prepare, self._longest_batches, **self._steps.preparation()
             )
         }
         misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
@@ -778,7 +775,7 @@ class PolicyMixin(BesideReference):
         batch = self._longest_batches[0]
         known, resized = len(batch["input_ids"]), with_rows(batch, rows)
         if rows == known or all(x.shape[:1] == (known,) for x in batch.values() if isinstance(x, Tensor)):
-            self._programmed().predict(resized, outputs=self._token_outputs)
+            self._steps.programmed().predict(resized, outputs=self._token_outputs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream; of the policy as it is now, and of a reference, by a program."""

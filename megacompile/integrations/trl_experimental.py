@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from trl.experimental import cpo, gkd, orpo, tpo
 
-from megacompile.api.program import Program
 from megacompile.errors import MegacompileError
 from megacompile.graph.forward_outputs import all_outputs
 from megacompile.integrations.peft_adapters import learns_prompts
+from megacompile.integrations.trainer_steps import waits_for_update
 from megacompile.integrations.training_arguments import plans_recompute
 from megacompile.integrations.transformers import Mixin
 from megacompile.integrations.trl import ReferenceModel, without_fused_head, without_memory_of
-from megacompile.integrations.updates import waits_for_update
 
 __all__ = [
     "CPOConfig",
@@ -98,20 +97,19 @@ class GKDTrainer(Mixin, gkd.GKDTrainer):
             raise MegacompileError(
                 "GKDTrainer is for one process, and learns no prompts: train so, and other adapters."
             )
-        self._config = without_memory_of(self.teacher_model, self._config)
+        self._steps.config = without_memory_of(self.teacher_model, self._steps.config)
         self._teacher = self.teacher_model
         self.teacher_model = None
 
-    def _programmed(self) -> Program:
+    def _before_program(self) -> None:
         without_fused_head(self.model)
         if self.teacher_model is None:
             self.teacher_model = TeacherModel(self, self._teacher)
-        return super()._programmed()
 
     @waits_for_update
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As upstream, with completions that are made in a rollout."""
-        policy: Any = self._programmed() if random.random() <= self.lmbda else None
+        policy: Any = self._steps.programmed() if random.random() <= self.lmbda else None
         if policy is None and self.seq_kd:
             policy = self.teacher_model
         if policy is not None:

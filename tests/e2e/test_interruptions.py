@@ -191,7 +191,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
 
     def checked(*args: Any) -> None:
         save(*args)
-        one._finish_saving()
+        one._saving.finish()
         disk.takes_all()
         kept.append(last_checkpoint(str(tmp_path)))
         assert Path(one.state.best_model_checkpoint).is_dir()

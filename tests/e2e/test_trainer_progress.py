@@ -73,7 +73,7 @@ def test_figures_are_shown_no_more_often_than_they_are_read(
 ) -> None:
     monkeypatch.setattr(progress, "_OFTEN", 1e9)
     one = trainer(Trainer, tmp_path, max_steps=3, eval_strategy="no")
-    one._progress._shown = -1e10
+    one._steps.progress._shown = -1e10
     one.train()
     assert len(re.findall(r"device [\d.]+ [kM]B", capfd.readouterr().out)) == 1
 
@@ -118,6 +118,6 @@ def test_padding_counts_for_no_tokens(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in rows(2, 1)])
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    one._progress.count({"input_ids": ids, "attention_mask": mask})
-    one._progress.count({"input_ids": ids})
-    assert one._progress._tokens == 24 - 5 + 24
+    one._steps.progress.count({"input_ids": ids, "attention_mask": mask})
+    one._steps.progress.count({"input_ids": ids})
+    assert one._steps.progress._tokens == 24 - 5 + 24

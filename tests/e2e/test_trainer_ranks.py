@@ -29,6 +29,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 pytest.importorskip("accelerate", reason="accelerate is missing: pip install accelerate")
 Trainer = pytest.importorskip("megacompile.integrations.transformers").Trainer
 test_trainer = pytest.importorskip("tests.e2e.test_trainer")
+TrainerSteps = pytest.importorskip("megacompile.integrations.trainer_steps").TrainerSteps
 MegacompileConfig = pytest.importorskip("megacompile.integrations.training_arguments").MegacompileConfig
 last_checkpoint = pytest.importorskip("megacompile.integrations.trainer_checkpoints").last_checkpoint
 
@@ -121,11 +122,9 @@ def clipped(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("scaled", "weight"), [(True, 1.0), (False, 1 / 6)])
 def test_micro_batches_weigh_alike_unless_their_count_weighs_them(scaled: bool, weight: float) -> None:
     """Of two ranks and three micro-batches of each."""
-    one = mock.Mock(
-        args=mock.Mock(world_size=2), current_gradient_accumulation_steps=3, _outside=None,
-        _is_scaled=lambda count: scaled,
-    )  # fmt: skip
-    assert Trainer._micro_batch(one, {}, None).weight == weight
+    one = mock.Mock(args=mock.Mock(world_size=2), current_gradient_accumulation_steps=3, _outside=None)
+    steps = mock.Mock(_trainer=one, _is_scaled=lambda count: scaled)
+    assert TrainerSteps.micro_batch(steps, {}, None).weight == weight
 
 
 @pytest.mark.slow

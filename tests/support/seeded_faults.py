@@ -557,9 +557,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "integrations",
-        "megacompile/integrations/updates.py",
-        "average = self._tr_loss / (1 + step - self._globalstep_last_logged)",
-        "average = self._tr_loss / (step - self._globalstep_last_logged)",
+        "megacompile/integrations/trainer_steps.py",
+        "average = trainer._tr_loss / (1 + step - trainer._globalstep_last_logged)",
+        "average = trainer._tr_loss / (step - trainer._globalstep_last_logged)",
         ("tests/e2e/test_nonfinite.py::test_a_trainer_logs_what_plain_transformers_does",),
     ),
     Fault(
@@ -578,7 +578,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "integrations",
-        "megacompile/integrations/updates.py",
+        "megacompile/integrations/trainer_steps.py",
         "weight = 1.0 if self._is_scaled(count) else 1.0 / (steps * ranks)\n            return",
         "weight = 1.0 if self._is_scaled(count) else 1.0 / steps\n            return",
         ("tests/e2e/test_trainer_ranks.py::test_micro_batches_weigh_alike_unless_their_count_weighs_them",),
