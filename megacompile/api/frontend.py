@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ from megacompile.state.optimizer import param_group_of
 from megacompile.state.torch_optimizer import TorchOptimizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Front:
     """One kind of batch, through the stages before weights are cut."""
 
@@ -60,8 +61,14 @@ class Front:
         """Tables of which the host can gather rows."""
         return tables(self.fused)
 
+    @functools.cached_property
+    def changed_buffers(self) -> list[str]:
+        """The buffers that the forward changes."""
+        captured = self.captured
+        return sorted(captured.buffers[node.name] for node in written_buffers(captured.graph))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Compiled(Front):
     """One kind of batch, through all stages that do not depend on the plan; ``chunk`` > 0: what acts on each
     position of a sequence alone runs over chunks of so many."""
@@ -76,14 +83,26 @@ class Compiled(Front):
 @dataclass(frozen=True)
 class StateLayout:
     """The weight groups of a model, none until a first program lays them out, and the ``ranks`` that share
-    each of them, in each of ``replicas``."""
+    each of them, in each of ``replicas``. ``exact`` are the frozen weights whose values bf16 holds as they
+    are; None: those that the model has in it."""
 
     groups: tuple[GroupLayout, ...] = ()
     ranks: int = 1
     replicas: int = 1
+    exact: frozenset[str] | None = None
 
 
 LAID_OUT_ANEW = StateLayout()
+_Cut = tuple[tuple[str, tuple[int, ...]], ...]  # weights and the rows between which they are cut
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The later stages of one kind of batch: its ``parts`` by the way in which weights are cut, and what was
+    ``compiled`` by that, the positions of a chunk and the layout of the state."""
+
+    parts: dict[_Cut, tuple[Tiled, Partition]] = field(default_factory=dict)
+    compiled: dict[tuple[_Cut, int, StateLayout], Compiled] = field(default_factory=dict)
 
 
 class Frontend:
@@ -128,8 +147,7 @@ class Frontend:
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
-        self._parts: dict[tuple[Any, ...], tuple[Tiled, Partition]] = {}
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._made: WeakKeyDictionary[Front, _Made] = WeakKeyDictionary()
         self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
 
     def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
@@ -141,13 +159,11 @@ class Frontend:
         """The frozen parameters that compute in bf16, whatever they are in the model."""
         return [n for n, p in self.parameters.items() if not p.trained and p.dtype == torch.bfloat16]
 
-    def take_exact(self, names: Collection[str]) -> bool:
-        """Note which of :attr:`rounded` have values that bf16 holds as they are; whether that is new."""
-        noted = {n: replace(p, exact=n in names) for n, p in self.parameters.items()}
-        changed, self.parameters = noted != self.parameters, noted
-        if changed:
-            self._compiled.clear()
-        return changed
+    def laid_out(self, layout: StateLayout) -> Mapping[str, Parameter]:
+        """The parameters as the host keeps them in this layout."""
+        if layout.exact is None:
+            return self.parameters
+        return {n: replace(p, exact=n in layout.exact) for n, p in self.parameters.items()}
 
     def graphs_of_others(self, length: int) -> list[Captured]:
         """The graphs that were captured so far of batches that have no dimension of this size."""
@@ -214,14 +230,15 @@ class Frontend:
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
-        key = (batch.key, tuple(cuts.items()), chunk)
+        key = tuple(cuts.items())
         with TRACING:
-            if (key, layout) not in self._compiled:
-                front, (tiled, part) = self._front(batch, evaluate), self._part(batch, cuts, evaluate)
-                compiled = self._build(front, tiled, part, chunk, layout)
-                self._compiled[key, layout] = compiled
-                self._compiled[key, replace(layout, groups=compiled.assembly.groups)] = compiled
-            return self._compiled[key, layout]
+            front = self._front(batch, evaluate)
+            known = self._made_of(front).compiled
+            if (key, chunk, layout) not in known:
+                compiled = self._build(front, *self._part(batch, cuts, evaluate), chunk, layout)
+                known[key, chunk, layout] = compiled
+                known[key, chunk, replace(layout, groups=compiled.assembly.groups)] = compiled
+            return known[key, chunk, layout]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""
@@ -233,8 +250,6 @@ class Frontend:
         """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
         self._fronts.clear()
         self._hosted.clear()
-        self._parts.clear()
-        self._compiled.clear()
 
     def reads_values(self, batch: Batch) -> bool:
         """Return whether a forward on a batch with entries of these names has read values of it."""
@@ -273,7 +288,7 @@ class Frontend:
         with TRACING:
             front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
             if self._distributed:
-                _refuse_changes(front.captured)
+                _refuse_changes(front)
             return front
 
     def _captured(self, batch: Batch, evaluate: bool) -> Captured:
@@ -299,14 +314,18 @@ class Frontend:
 
     def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
-        key = (batch.key, tuple(cuts.items()))
+        key = tuple(cuts.items())
         with TRACING:
-            if key not in self._parts:
-                fused = self._front(batch, evaluate).fused
+            front = self._front(batch, evaluate)
+            known = self._made_of(front).parts
+            if key not in known:
                 with self._running():
-                    tiled = tile(fused, cuts, gather=self._gathers)
-                    self._parts[key] = tiled, partition(tiled.captured)
-            return self._parts[key]
+                    tiled = tile(front.fused, cuts, gather=self._gathers)
+                    known[key] = tiled, partition(tiled.captured)
+            return known[key]
+
+    def _made_of(self, front: Front) -> _Made:
+        return self._made.setdefault(front, _Made())
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -326,7 +345,7 @@ class Frontend:
             mode = front.fused.fake_mode
             templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
-        parameters = cut_parameters(self.parameters, tiled.cuts)
+        parameters = cut_parameters(self.laid_out(layout), tiled.cuts)
         assembly = assemble(
             part,
             templates,
@@ -350,10 +369,9 @@ class Frontend:
         return replace(self._differentiated[key], index=template.index)
 
 
-def _refuse_changes(captured: Captured) -> None:
+def _refuse_changes(front: Front) -> None:
     """Refuse a forward that changes buffers, which each of several ranks would change by itself."""
-    names = sorted(captured.buffers[node.name] for node in written_buffers(captured.graph))
-    if names:
+    if names := front.changed_buffers:
         raise CaptureError(
             f"The forward changes the buffer {names[0]}, and each of several ranks would change it by its "
             "own batch: train on one rank, put that module into eval mode, or replace it (BatchNorm by "

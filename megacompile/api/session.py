@@ -295,8 +295,11 @@ class Session:
             self.values.refuse_taken()
             return json.dumps(self.values.exact(frontend.rounded)).encode()
 
-        if frontend.take_exact(set(json.loads(self.world.from_first(look)))):
-            self.decided = self.decided.anew(self.decided.room)
+        anew = self.decided.anew(self.decided.room)
+        exact = frozenset(json.loads(self.world.from_first(look)))
+        anew = replace(anew, layout=replace(anew.layout, exact=exact))
+        if frontend.laid_out(anew.layout) != frontend.laid_out(self.decided.layout):
+            self.decided = anew
 
     def _shorter_room(self) -> DeviceRoom | None:
         """Measure what plans may use of the device now; None unless it is less than they were made for by

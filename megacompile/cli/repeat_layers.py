@@ -51,7 +51,6 @@ class Repeated:
         form: Form = "fp32",
     ) -> None:
         self._model, self._batch, self._form = model, batch, form
-        self._layout = StateLayout(ranks=ranks, replicas=replicas)
         frontend = functools.partial(
             _frontend,
             compute_dtype=compute_dtype,
@@ -69,6 +68,9 @@ class Repeated:
         self._few = self._whole
         if self._short is not None:
             self._few = frontend(self._short.module)
+        # frozen weights are taken to be a checkpoint's in bfloat16
+        exact = frozenset([*self._whole.rounded, *self._few.rounded])
+        self._layout = StateLayout(ranks=ranks, replicas=replicas, exact=exact)
         self._made: dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Compiled] = {}
 
     def chunks(self) -> Iterator[int]:
@@ -108,7 +110,7 @@ class Repeated:
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
-        parameters = cut_parameters(self._whole.parameters, cuts)
+        parameters = cut_parameters(self._whole.laid_out(self._layout), cuts)
         assembly = assemble(
             part,
             compiled.templates,
@@ -122,11 +124,8 @@ class Repeated:
 
 
 def _frontend(module: nn.Module, optimizer: str, **options: Any) -> Frontend:
-    """Return the frontend of a model whose frozen weights are taken to be a checkpoint's in bfloat16."""
     made = None if optimizer == "adamw" else optimizer_of(optimizer, module)
-    frontend = Frontend(module, optimizer=made, **options)
-    frontend.take_exact(frontend.rounded)
-    return frontend
+    return Frontend(module, optimizer=made, **options)
 
 
 @dataclass(frozen=True)
