@@ -70,7 +70,6 @@ def _prediction_json(p: Prediction | None, extras: Extras) -> dict[str, Any] | N
         "lower_bound": asdict(p.bound),
         "busy_seconds": p.planned.timeline.busy,
         "compute_seconds": compute_parts(step, p.question.terms.machine, p.model_flops),
-        "kernels": {name: asdict(w) for name, w in p.worth.items()},
         "stream_waits": {s: causes for s, causes in stream_waits.items() if s != "compute"},
         "compute_waits": stream_waits["compute"],
         "peak_bytes": p.planned.peak_bytes,

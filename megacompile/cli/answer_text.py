@@ -133,8 +133,7 @@ def render(answer: Answer, extras: Extras) -> str:
     if extras.ways:
         parts += [_ways(extras.ways), _commands(extras.commands)]
     if shown is not None:
-        parts += [_speed_table(answer, extras), _bound(shown), _streams(shown)]
-        parts += [text for text in (_kernel_table(shown), _device(answer, shown)) if text]
+        parts += [_speed_table(answer, extras), _bound(shown), _streams(shown), _device(answer, shown)]
     if extras.rollout is not None:
         parts.append(_rollout(extras.rollout, answer.question, reach(answer.model.module)))
     parts.append(_host(answer))
@@ -327,18 +326,6 @@ def _streams(shown: Prediction) -> str:
         if stream == "compute":
             lines.append(_below("; ".join(parts)))
         lines.append(_below(_idle(idle.get(stream, {}))))
-    return "\n".join(lines)
-
-
-def _kernel_table(shown: Prediction) -> str:
-    """Say what each of our kernels is worth, the most first; nothing where there are none."""
-    rows = sorted(shown.worth.items(), key=lambda row: row[1].seconds - row[1].without)
-    if not rows:
-        return ""
-    lines = ["Kernels in a step, at measured rates       calls       with  in plain torch"]
-    for name, w in rows:
-        times = f"{format_seconds(w.seconds):>11}{format_seconds(w.without):>16}"
-        lines.append(f"  {name:<40}{w.calls:>6,}{times}")
     return "\n".join(lines)
 
 

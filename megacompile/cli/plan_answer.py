@@ -12,7 +12,6 @@ from functools import cached_property
 
 from megacompile.api.frontend import Compiled
 from megacompile.capture.padded_length import reach
-from megacompile.cli.kernel_worth import Worth, worth
 from megacompile.cli.models import Model
 from megacompile.errors import MegacompileError
 from megacompile.hardware.catalog import Dtype, MachineProfile
@@ -24,7 +23,6 @@ from megacompile.planner.nvme_placement import Tiers
 from megacompile.planner.plan_evaluator import Planned
 from megacompile.planner.plan_program import PlanTerms
 from megacompile.printable import printable
-from megacompile.report.dump import step_calls
 from megacompile.report.schedule import Schedule
 from megacompile.schedule.plan import Mode, Plan
 from megacompile.schedule.step import Step, peak_bytes
@@ -141,12 +139,6 @@ class Prediction:
     def bound(self) -> Bound:
         machine = self.question.terms.machine
         return lower_bound(self.work, self.mode, machine, self.planned.step, model_flops=self.model_flops)
-
-    @cached_property
-    def worth(self) -> dict[str, Worth]:
-        """Return what our kernels are worth in the step, by operator."""
-        calls = step_calls(self.compiled, self.planned.plan, self.mode)
-        return worth(calls, self.question.terms.machine)
 
     @cached_property
     def host(self) -> HostBytes:

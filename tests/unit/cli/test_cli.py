@@ -233,8 +233,6 @@ def test_it_fits(plan: Callable[..., tuple[int, str, str]]) -> None:
     for text in ("FITS, with clipping", "lower bound of a step", "waits for", "Host memory",
                  "accumulated", "(×", "NVIDIA Ada", "at 2 an hour"):  # fmt: skip
         assert text in out
-    rows = [line.split() for line in out.split("Kernels in a step")[1].split("\n\n")[0].splitlines()[1:]]
-    assert {"rms_norm", "add_rms_norm", "glu", "rope", "linear_cross_entropy"} == {row[0] for row in rows}
     assert max(map(len, out.splitlines())) <= 110
     assert "building" in err and "Traceback" not in err
 
