@@ -200,8 +200,13 @@ class Answer:
 
     def least_host(self, clip: bool) -> int:
         """The least host budget that is enough."""
-        planned = self.prediction(clip)
-        return planned.least_host if planned else self.least.hosts[clip].total
+        planned, least = self.prediction(clip), self.least.hosts[clip].total
+        if planned is None:
+            return least
+        cut_alike = planned.compiled.tiled.cuts == self.compiled.tiled.cuts
+        if cut_alike and planned.compiled.chunk == self.compiled.chunk:
+            return min(planned.host.total, least)
+        return planned.least_host
 
     def hosts(self) -> dict[str, HostBytes]:
         """Host bytes streamed, clipped, and accumulated over several calls, where gradients are summed in
