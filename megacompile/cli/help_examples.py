@@ -34,7 +34,8 @@ Exit code: 0 the plans are equal, 1 they differ, 2 they cannot be compared."""
 MODELS = """example:
   megacompile models
 
-Any path to a config.json and any hub id works as well; of these only the geometry is read."""
+Any path to a config.json, any hub id and any config's class of transformers, such as LlamaConfig, work
+as well; of these only the geometry is read."""
 PROFILE = """example:
   megacompile profile --out machine.json --nvme /mnt/drive
   megacompile plan --model llama-3.1-8b --machine machine.json"""

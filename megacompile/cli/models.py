@@ -1,4 +1,5 @@
-"""Models by name: a preset, a config.json (file or folder), or a hub id of which only config.json is read.
+"""Models by name: a preset, a config.json (file or folder), a hub id of which only config.json is read, or a
+config's class in transformers with its defaults.
 
 Out: a causal language model on the meta device, and the counts that model FLOPs are made of. No remote code
 runs, and no weight is needed.
@@ -150,11 +151,11 @@ def _first(config: Any, *names: str) -> int:
 
 
 def load_model(name: str, lora: Lora | None = None) -> Model:
-    """The model of a preset, a config.json or a hub id, built on the meta device, with the adapters ``lora``
-    where that is given.
+    """The model of a preset, a config.json, a hub id or a config's class, built on the meta device, with the
+    adapters ``lora`` where that is given.
 
-    :class:`MegacompileError` names the near presets for an unknown name, and says what is wrong with a
-    config that cannot be read or is no causal language model.
+    :class:`MegacompileError` names the near presets or classes for an unknown name, and says what is wrong
+    with a config that cannot be read or is no causal language model.
     """
     _need_transformers()
     from transformers.utils import logging
@@ -274,7 +275,22 @@ def _config(name: str) -> Any:
     found = find_model(name)
     if isinstance(found, Preset):
         return CONFIG_MAPPING[found.model_type](**found.fields)
-    return _config_file(found) if isinstance(found, Path) else _hub_config(found)
+    if isinstance(found, Path):
+        return _config_file(found)
+    return _hub_config(found) if "/" in found else _default_config(found)
+
+
+def _default_config(name: str) -> Any:
+    """The config that a class of transformers makes of its defaults."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kinds = {class_name: kind for kind, class_name in CONFIG_MAPPING_NAMES.items()}
+    if name not in kinds:
+        near = difflib.get_close_matches(name, kinds, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "give the path of a config.json."
+        raise MegacompileError(f"--model {name}: transformers has no such config: {hint}")
+    return CONFIG_MAPPING[kinds[name]]()
 
 
 def _hub_config(name: str) -> Any:

@@ -67,7 +67,11 @@ _rate, _amount = _number_between(1e-3, 1e9), _number_between(1e-9, 1e18)  # GB/s
 
 def add_plan(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("what to train").add_argument
-    add("--model", required=True, help="a built-in name, a config.json, or a hub id")
+    add(
+        "--model",
+        required=True,
+        help="a built-in name, a config.json or its folder, a hub id, or a config's class",
+    )
     add("--batch", type=sequences, default=1, help="sequences per micro-batch (1)")
     add("--seq", type=tokens, default=4096, help="tokens per sequence (4096)")
     text = "micro-batches per step (1); auto: cut --batch into as many as make the fastest step"
@@ -116,9 +120,9 @@ def _add_answer(plan: argparse.ArgumentParser) -> None:
     text = "prompts and completions, as 512x512, of all rows of a step: does a rollout fit, and how fast"
     add("--rollout", type=_completions, metavar="PxC", help=text)
     axes = ("hbm-budget", "batch", "seq", "gpus", "machine")
-    add("--sweep", choices=axes, help="a table and a PNG along an axis")
+    add("--sweep", choices=axes, help="a table along an axis")
     add("--values", metavar="A,B,C", help="the sweep's values, instead of usual ones")
-    add("--plot", metavar="PNG", help="where the sweep's picture goes (sweep-AXIS.png)")
+    add("--plot", metavar="PNG", help="also draw the sweep, as a picture at this path")
     add("--json", action="store_true", help="print JSON")
     add("--explain", metavar="LAYER", help="why this layer is planned so, and what other choices cost")
     add("--html", metavar="FILE", help="write the schedule as a page: timeline, memory, code")

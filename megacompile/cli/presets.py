@@ -127,7 +127,8 @@ PRESETS: dict[str, Preset] = _LLAMA | _QWEN25 | _QWEN3 | _GEMMA3 | _EXPERTS
 
 
 def find_model(name: str) -> Preset | Path | str:
-    """What a model's name stands for: a preset, the config.json of a model, or a hub id, as it is."""
+    """What a model's name stands for: a preset, the config.json of a model, or, as it is, a hub id or a
+    config's class."""
     preset = PRESETS.get(name.lower())
     if preset is not None:
         return preset
@@ -140,9 +141,14 @@ def find_model(name: str) -> Preset | Path | str:
         return path
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return name
+    if name.isidentifier() and name.endswith("Config"):
+        return name
     near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`megacompile models` lists what is built in."
-    raise MegacompileError(f"No model is called {name!r}: {hint} A path to a config.json also works.")
+    raise MegacompileError(
+        f"No model is called {name!r}: {hint} A path to a config.json also works, "
+        "or a class of transformers, such as LlamaConfig."
+    )
 
 
 def model_type(path: Path) -> str:
