@@ -14,8 +14,6 @@ from megacompile.api.pipeline import prove
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.cli.alternatives import ways_out
-from megacompile.cli.answer_json import as_json
-from megacompile.cli.answer_text import Extras, render, rolls_out
 from megacompile.cli.check_plan_arguments import device_budget, host_budget, nvme_budget, sweep_values
 from megacompile.cli.estimator import DTYPES, Study
 from megacompile.cli.fitting_command import command
@@ -23,9 +21,14 @@ from megacompile.cli.largest_batch import estimate_largest, largest
 from megacompile.cli.models import Lora, load_model
 from megacompile.cli.output import folder_of, write_json
 from megacompile.cli.plan_answer import Answer, Prediction, Question
+from megacompile.cli.plan_report import Extras, plan_report, plan_text
+from megacompile.cli.report_json import as_json
+from megacompile.cli.report_rows import Report
+from megacompile.cli.rollout_report import rolls_out
 from megacompile.cli.splits_and_meshes import Mesh, Split, best_mesh, best_split
-from megacompile.cli.sweep import Point, sweep, sweep_table
+from megacompile.cli.sweep import sweep
 from megacompile.cli.sweep_plot import draw_sweep
+from megacompile.cli.sweep_table import sweep_table
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.hardware.catalog import THIS_CPU, load_machine, machine_key, override
 from megacompile.report.dump import write_dump
@@ -82,11 +85,11 @@ def run_plan(options: argparse.Namespace) -> int:
     finally:
         progress.clear()
     if options.json:
-        write_json(as_json(answer, extras))
+        write_json(as_json(plan_report(answer, extras)))
     elif options.explain and schedule is not None:
         print(schedule.explain(options.explain))
     else:
-        print(render(answer, extras), end="")
+        print(plan_text(answer, extras), end="")
     if options.html and schedule is not None:
         _write_page(schedule, options.html)
     fits = answer.fits(clip) and answer.too_long() is None
@@ -173,21 +176,30 @@ def _run_sweep(
 ) -> int:
     points = list(sweep(study, question, options.sweep, sweep_values(options), clip))
     progress.clear()
+    price, labels = question.profile.price_per_hour, [point.label for point in points]
+    reports = {
+        mode: [plan_report(point.answer, Extras(mode, options.tokens, price)) for point in points]
+        for mode in (True, False)
+    }
     if options.json:
-        extras = Extras(clip, options.tokens, question.profile.price_per_hour)
-        write_json([{"value": p.label, **as_json(p.answer, extras)} for p in points])
+        write_json([
+            {"value": label, **as_json(report)} for label, report in zip(labels, reports[clip], strict=True)
+        ])  # fmt: skip
     else:
-        print(sweep_table(points, options.sweep, clip))
+        print(sweep_table(labels, reports[clip], options.sweep, clip))
         if not clip or question.micro_batches == 1:
-            print(sweep_table(points, options.sweep, not clip))
-    if not options.json or options.plot:
-        _draw(points, options.sweep, Path(options.plot or f"sweep-{options.sweep}.png"), study.model.name)
+            print(sweep_table(labels, reports[not clip], options.sweep, not clip))
+    if options.plot:
+        drawn = [
+            (point.label, point.value, report) for point, report in zip(points, reports[clip], strict=True)
+        ]
+        _draw(drawn, options.sweep, Path(options.plot), question.profile.title)
     return 0 if any(p.answer.fits(clip) and p.answer.too_long() is None for p in points) else 1
 
 
-def _draw(points: Sequence[Point], over: str, path: Path, name: str) -> None:
+def _draw(points: Sequence[tuple[str, float, Report]], over: str, path: Path, machine: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: pip install 'megacompile[plots]' draws one.", file=sys.stderr)
         return
-    draw_sweep(points, over, path, name)
+    draw_sweep(points, over, path, machine)
     print(f"The curve is in {path}.", file=sys.stderr)

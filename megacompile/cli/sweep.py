@@ -1,4 +1,4 @@
-"""A sweep: answers from one study along an axis, and the table of them, one answer a row."""
+"""A sweep: answers from one study along an axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacompile.cli.estimator import Study
 from megacompile.cli.plan_answer import Answer, Question
 from megacompile.cli.splits_and_meshes import best_mesh
 from megacompile.hardware.catalog import PROFILES, MachineProfile
-from megacompile.units import format_bytes, format_seconds
+from megacompile.units import format_bytes
 
 _NUMBERS = {"batch": 6, "seq": 6, "gpus": 4}  # how many are usual, each twice the one before
 
@@ -62,25 +62,3 @@ def _usual(study: Study, question: Question, over: str) -> Sequence[int | Machin
     low = study.least(question)[0].device_bytes  # as the plan itself says
     high = max(low, min(question.profile.device_bytes or ANY_BYTES, max(question.hbm_budget, 2 * low)))
     return [low + (high - low) * i // 6 for i in range(7)]
-
-
-def sweep_table(points: Sequence[Point], over: str, clip: bool) -> str:
-    """A sweep as a table: per row, whether it fits and what it gives with and without clipping."""
-    mode = "with clipping" if clip else "without clipping"
-    names = f"{'device':>8} {'host':>8} {'step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6}"
-    lines = [f"{over:>16}  fits  {names}  lower bound, {mode}"]
-    for point in points:
-        a, p = point.answer, point.answer.prediction(clip)
-        start = f"{point.label:>16}  {'yes' if a.fits(clip) and a.too_long() is None else 'no':<4}"
-        if p is None:
-            lines.append(f"{start}  needs {format_bytes(a.least.device_bytes)} of the device")
-            continue
-        lines.append(
-            f"{start}  {format_bytes(p.planned.peak_bytes):>8} {format_bytes(p.host.total):>8} "
-            f"{format_seconds(p.seconds):>8} {p.tokens_per_second:>9,.0f} "
-            f"{p.model_flops_per_second / 1e12:>8.1f} {p.mfu:>6.1%}  "
-            f"{format_seconds(p.bound.seconds)}: {p.bound.binding}"
-            + (", with a copy of the state in each machine" if a.question.replicated else "")
-            + ("" if (limit := a.too_long()) is None else f", longer than the model's own {limit:,}")
-        )
-    return "\n".join(lines) + "\n"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megacompile.cli.sweep import Point
+from megacompile.cli.report_json import as_json
+from megacompile.cli.report_rows import Report
 from megacompile.errors import MegacompileError
 from megacompile.report.plots import canvas, save
 
@@ -16,24 +17,29 @@ if TYPE_CHECKING:
 
 _AXES = {"hbm-budget": "device budget (GB)", "batch": "sequences per micro-batch",
          "seq": "tokens per sequence", "gpus": "cards", "machine": ""}  # fmt: skip
-_MODES = ((True, "with clipping", "#3b5b8c"), (False, "without clipping", "#5aa9a3"))
+_MODES = (("with_clipping", "#3b5b8c"), ("without_clipping", "#5aa9a3"))
 _Series = list[tuple[float, float, float]]  # place, predicted tokens per second, those of the bound
 
 
-def draw_sweep(points: Sequence[Point], over: str, path: Path, model: str) -> None:
-    """Write a PNG: what is predicted, and as a dotted line or a mark what the lower bound allows."""
-    question = points[0].answer.question
-    where = "" if over == "machine" else f" on {question.profile.title}"
-    shape = {"batch": f"{question.seq:,} tokens per sequence", "seq": f"{question.batch} sequences"}
-    subtitle = shape.get(over, f"{question.batch} × {question.seq:,} tokens per micro-batch")
+def draw_sweep(points: Sequence[tuple[str, float, Report]], over: str, path: Path, machine: str) -> None:
+    """Write a PNG: what is predicted, and as a dotted line or a mark what the lower bound allows.
+
+    ``points`` are labels, places on the axis and reports; ``machine`` names that of an axis of another kind.
+    """
+    found = [(label, place, as_json(report)) for label, place, report in points]
+    first = found[0][2]
+    seq, batch, model = first["seq"], first["batch"], first["model"]
+    where = "" if over == "machine" else f" on {machine}"
+    shape = {"batch": f"{seq:,} tokens per sequence", "seq": f"{batch} sequences"}
+    subtitle = shape.get(over, f"{batch} × {seq:,} tokens per micro-batch")
     name = "/".join(Path(model).parts[-2:])
     figure, axes = canvas(f"Predicted training speed of {name}{where}", subtitle)
-    for index, (clip, label, colour) in enumerate(_MODES):
-        found = _series(points, clip)
-        if found:
+    for index, (mode, colour) in enumerate(_MODES):
+        series = [_heights(place, answer[mode]) for _, place, answer in found if answer[mode]]
+        if series:
             draw = _draw_bars if over == "machine" else _draw_line
-            draw(axes, found, index, label, colour)
-    _scale(axes, points, over)
+            draw(axes, series, index, mode.replace("_", " "), colour)
+    _scale(axes, [(label, place) for label, place, _ in points], over)
     axes.set_xlabel(_AXES[over])
     axes.set_ylabel("tokens per second")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -48,9 +54,9 @@ def draw_sweep(points: Sequence[Point], over: str, path: Path, model: str) -> No
         raise MegacompileError(f"--plot {path}: the picture cannot be written: {error}.") from error
 
 
-def _series(points: Sequence[Point], clip: bool) -> _Series:
-    found = [(p.value, p.answer.prediction(clip), p.answer.question.tokens) for p in points]
-    return [(x, p.tokens_per_second, tokens / p.bound.seconds) for x, p, tokens in found if p]
+def _heights(place: float, predicted: dict[str, Any]) -> tuple[float, float, float]:
+    speed, bound = predicted["tokens_per_second"], predicted["lower_bound"]["seconds"]
+    return place, speed, speed * predicted["step_seconds"] / bound
 
 
 def _draw_line(axes: Axes, found: _Series, index: int, label: str, colour: str) -> None:
@@ -70,12 +76,12 @@ def _draw_bars(axes: Axes, found: _Series, index: int, label: str, colour: str) 
                 linestyle=(0, (1, 1)), label=f"its upper limit, {label}")  # fmt: skip
 
 
-def _scale(axes: Axes, points: Sequence[Point], over: str) -> None:
+def _scale(axes: Axes, ticks: Sequence[tuple[str, float]], over: str) -> None:
     """Ticks where values were asked for; batches and lengths, which double, on a logarithmic axis."""
     if over in ("batch", "seq"):
         axes.set_xscale("log", base=2)
     if over != "hbm-budget":
-        turned = over == "machine" and len(points) > 5
-        axes.set_xticks([p.value for p in points], [p.label for p in points],
+        turned = over == "machine" and len(ticks) > 5
+        axes.set_xticks([place for _, place in ticks], [label for label, _ in ticks],
                         rotation=35 if turned else 0, ha="right" if turned else "center")  # fmt: skip
         axes.minorticks_off()

@@ -16,7 +16,7 @@ from torch import nn
 from megacompile.api.rollout_forecast import Completions, Forecast, forecast
 from megacompile.capture.padded_length import reach
 from megacompile.capture.parameter_forms import parameter_forms
-from megacompile.cli import answer_text, models, plan_command
+from megacompile.cli import models, plan_command, plan_report
 from megacompile.cli.alternatives import size_text
 from megacompile.cli.estimator import Study
 from megacompile.cli.largest_batch import Largest, _most, estimate_largest, largest
@@ -24,6 +24,7 @@ from megacompile.cli.main import main
 from megacompile.cli.models import load_model, optimizer_of
 from megacompile.cli.plan_answer import Question
 from megacompile.cli.plan_arguments import OPTIMIZERS
+from megacompile.cli.rollout_report import rollout_section
 from megacompile.cli.step_figures import compute_parts, waits
 from megacompile.cli.workload_flops import complete_flops
 from megacompile.hardware.catalog import load_machine
@@ -246,7 +247,7 @@ def test_it_does_not_fit_and_says_what_would(plan: Callable[..., tuple[int, str,
 
 
 def test_a_length_beyond_the_models_own_is_said(
-    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = ("--hbm-budget", "30MB", "--seq", "512")
     code, out, _ = plan(*long)
@@ -254,7 +255,9 @@ def test_a_length_beyond_the_models_own_is_said(
     assert "512 tokens, and the model's config is for 256  << too long" in out
     answer = json.loads(plan(*long, "--json")[1])
     assert not answer["fits"] and answer["fits_device"] and answer["longest"] == 256
-    code, out, _ = plan(*long[:2], "--sweep", "seq", "--values", "128,512", "--plot", str(tmp_path / "a.png"))
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = plan(*long[:2], "--sweep", "seq", "--values", "128,512")
+    assert not [*tmp_path.iterdir()], "a picture is drawn where it is asked for"
     assert code == 0 and [line.split()[1] for line in out.splitlines()[1:3]] == ["yes", "no"]
     code, out, _ = plan("--hbm-budget", "3MB", "--rollout", "200x200")
     assert code == 1 and "400 tokens, and the model's config is for 256  << too long" in out
@@ -298,8 +301,8 @@ def test_a_budget_that_is_named_suffices(nbytes: int) -> None:
 
 
 def test_where_nothing_fits_no_zero_is_printed() -> None:
-    line = answer_text.largest_line(Largest(0, 0, 1024, None, exact=False), _question(10**6))
-    assert "no batch at " in line and ", none at batch " in line
+    row = plan_report.largest_row(Largest(0, 0, 1024, None, exact=False), _question(10**6))
+    assert "no batch at " in row.text and ", none at batch " in row.text
 
 
 def test_a_host_that_is_too_small_is_said(plan: Callable[..., tuple[int, str, str]]) -> None:
@@ -417,7 +420,8 @@ def test_a_rollout_is_predicted_by_what_its_forward_takes(study: Study) -> None:
     assert [(f.at_once, f.streams) for f in found] == [(2, False), (1, False), (1, True), (0, True)]
     rates = [f.decode_rate for f in found[:3]]
     assert rates == sorted(rates, reverse=True) and found[2].load < found[0].load
-    assert "no room for one" in answer_text._rollout(found[3], _question(1))
+    rows = rollout_section(found[3], study.answer(_question(10**9))).rows
+    assert any("no room for one" in row.text for row in rows)
 
 
 def test_a_rollout_stands_in_the_answer(plan: Callable[..., tuple[int, str, str]]) -> None:
@@ -541,8 +545,8 @@ def test_a_sweep_prints_a_table_and_draws(
     pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install matplotlib")
     path = tmp_path / "curve.png"
     values = {"hbm-budget": "2MB,3MB,1MB", "machine": "h100-pcie,gh200"}[over]
-    code, out, _ = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values, "--plot", str(path))
-    assert code == 0
+    code, out, err = plan("--hbm-budget", "3MB", "--sweep", over, "--values", values, "--plot", str(path))
+    assert code == 0 and "The curve is in" in err
     assert "with clipping" in out and "without clipping" in out
     assert path.read_bytes().startswith(b"\x89PNG")
     assert all(v.split("MB")[0] in out for v in values.split(","))
@@ -647,6 +651,12 @@ def test_a_config_that_is_none_is_refused(
     printed = capsys.readouterr()
     last = printed.err.strip().splitlines()[-1]
     assert said in last and str(path) in last and "Traceback" not in printed.err and not printed.out
+
+
+def test_a_config_by_its_class_has_the_defaults_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_model("GPT2Config").config.n_layer == 12
+    assert main(["plan", "--model", "Qwen33Config", "--machine", "h200"]) == 2
+    assert "did you mean Qwen3Config" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(

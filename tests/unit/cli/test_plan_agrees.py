@@ -11,10 +11,10 @@ from torch import nn
 
 import megacompile
 from megacompile.api import compile
-from megacompile.cli.answer_text import Extras, render
 from megacompile.cli.estimator import Study
 from megacompile.cli.models import Lora, build
 from megacompile.cli.plan_answer import Question
+from megacompile.cli.plan_report import Extras, plan_text
 from megacompile.hardware.catalog import load_machine
 from megacompile.state.moment_formats import StateFormat
 from tests.support.coded_weights import Linear4bit, Linear8bitLt
@@ -62,7 +62,7 @@ def test_a_prediction_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     assert predicted.host.total == program._session.runtime.state.arena.nbytes
     pieces = len(predicted.compiled.tiled.cuts["model.embed_tokens.weight"]) - 1
     text = f"cut: lm_head into {pieces}; rows of embed_tokens gathered on the host"
-    for printed in (render(answer, Extras(True)), str(program.plan), str(schedule)):
+    for printed in (plan_text(answer, Extras(True)), str(program.plan), str(schedule)):
         assert text in printed
     program.close()
 
@@ -98,7 +98,7 @@ def test_adapters_and_coded_moments_are_planned_as_compiled(
     assert study.model.trained_parameters == trained
     answer = study.answer(asked, both=False)
     predicted = answer.predictions[True]
-    told = told_of in render(answer, Extras(True)) and "the rest frozen" in render(answer, Extras(True))
+    told = told_of in plan_text(answer, Extras(True)) and "the rest frozen" in plan_text(answer, Extras(True))
     assert told == (lora is not None)
 
     backend = replace(compile.open_backend("cpu", torch.bfloat16), machine=asked.terms.machine)
