@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.hopper_attention import hopper_attention_forward
+from benchmarks.hopper_attention import hopper_attention_backward, hopper_attention_forward
 from benchmarks.hopper_attention import supports as hopper_supports
 from megacompile.kernels.adamw import Constants, adamw_triton
 from megacompile.kernels.add_rms_norm import MAX_ADD_RMS_NORM_BACKWARD
@@ -109,7 +109,9 @@ def _hopper_attention() -> list[Case]:
         logits = q[0, :, 0, 0].contiguous() if sinks else None
         bounds = torch.empty((2, 2, 4096), dtype=torch.int32, device="meta") if packed else None
         if hopper_supports(q, k, v):
-            hopper_attention_forward(q, k, v, replace(rule, sinks=logits, bounds=bounds))
+            rule = replace(rule, sinks=logits, bounds=bounds)
+            out, lse = hopper_attention_forward(q, k, v, rule)
+            hopper_attention_backward(out, q, k, v, out, lse, rule)
 
     causal, window = Rule(0.1), Rule(0.1, window=1024)
     return [

@@ -15,14 +15,17 @@ filled twice while another still waits for it (triton#10035); the gate looks for
 No atomics, a fixed order of sums: equal inputs give equal bits.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megacompile.kernels import attention, cross_entropy_tiles
 from megacompile.kernels._triton import HAS_TRITON, arch_of, ceil_div, launch, next_power_of_2, pointer
 from megacompile.kernels.attention import Rule
+from megacompile.kernels.attention_sinks import sink_gradient
 
 if HAS_TRITON:
     from triton.experimental import gluon
@@ -48,7 +51,12 @@ def as_gluon(function: Any) -> Any:
     return gluon.jit(function.fn) if HAS_TRITON else function
 
 
-key_range, visible, matrix = (as_gluon(f) for f in (attention.key_range, attention.visible, attention.matrix))
+key_range, query_range, visible = map(
+    as_gluon, (attention.key_range, attention.query_range, attention.visible)
+)
+statistics, probability, slope, matrix = map(
+    as_gluon, (attention.statistics, attention.probability, attention.slope, attention.matrix)
+)
 capped = as_gluon(cross_entropy_tiles.capped)
 
 ARCH, MAX_DIM = 90, 128
@@ -73,13 +81,17 @@ def fetch(desc, batch, head, row, smem, ready):
 
 @gluon.jit
 def fetch_for_queries(
-    q_desc, k_desc, v_desc, shared, batch, head, kv_head, tiles, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    q_desc, k_desc, v_desc, grad_desc, shared, batch, head, kv_head, tiles,
+    GRAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the queries of both groups, then keys and values tile by tile as stages become empty."""
-    q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_empty, v_empty = shared
+    """Fetch queries of both groups, with GRAD gradients too, then keys and values as stages become empty."""
+    q_smem, k_smem, v_smem, grad_smem, q_ready, k_ready, v_ready, k_empty, v_empty = shared
     start, low, steps = tiles
     for half in gl.static_range(2):
-        fetch(q_desc, batch, head, start + half * 64, q_smem.index(half), q_ready.index(half))
+        row = start + half * 64
+        fetch(q_desc, batch, head, row, q_smem.index(half), q_ready.index(half))
+        if GRAD:
+            fetch(grad_desc, batch, head, row, grad_smem.index(half), q_ready.index(half))
     for step in range(steps):
         stage = step % STAGES
         phase = step // STAGES & 1
@@ -98,7 +110,7 @@ def attend(
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
 ):  # fmt: skip
     """One group: results and log-sum-exps of 64 queries."""
-    q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_empty, v_empty = shared
+    q_smem, k_smem, v_smem, _, q_ready, k_ready, v_ready, k_empty, v_empty = shared
     sinks_ptr, first_ptr, last_ptr, out_ptr, lse_ptr = pointers
     head, out_row, queries, keys, scale, window, softcap = sizes
     start, low, steps = tiles
@@ -205,7 +217,7 @@ def hopper_attention_forward_kernel(
     k_empty = barriers(STAGES, 2)
     v_empty = barriers(STAGES, 2)
     fence_async_shared()
-    shared = (q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_empty, v_empty)
+    shared = (q_smem, k_smem, v_smem, q_smem, q_ready, k_ready, v_ready, k_empty, v_empty)
     pointers = (sinks_ptr, first_ptr, last_ptr, out_ptr, lse_ptr)
     sizes = (head, out_row, queries, keys, scale, window, softcap)
     tiles = (start, low, steps)
@@ -220,7 +232,279 @@ def hopper_attention_forward_kernel(
                 V_DIM, STAGES, BLOCK_N, BLOCK_D, BLOCK_V,
             )),
             (fetch_for_queries, (
-                q_desc, k_desc, v_desc, shared, batch, head, head // group, tiles, STAGES, BLOCK_N,
+                q_desc, k_desc, v_desc, q_desc, shared, batch, head, head // group, tiles,
+                False, STAGES, BLOCK_N,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def query_gradients(
+    half: gl.constexpr, shared, pointers, sizes, tiles,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, BOUNDED: gl.constexpr,
+    DIM: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+):  # fmt: skip
+    """One group: dq of 64 queries."""
+    q_smem, k_smem, v_smem, grad_smem, q_ready, k_ready, v_ready, k_empty, v_empty = shared
+    lse_ptr, delta_ptr, first_ptr, last_ptr, dq_ptr = pointers
+    queries, keys, scale, window, softcap = sizes
+    start, low, steps = tiles
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, results, 2)
+    offset = keys - queries
+    begin_row = start + half * 64
+    row = begin_row + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    _, _, all_low, all_high, first, last = key_range(
+        begin_row, row, first_ptr, last_ptr, offset, keys, window, queries,
+        CAUSAL, WINDOW, BOUNDED, 64, BLOCK_N,
+    )  # fmt: skip
+    lse, delta = statistics(lse_ptr, delta_ptr, row, queries)
+    dq = gl.zeros([64, BLOCK_D], gl.float32, results)
+    none = gl.zeros([64, BLOCK_N], gl.float32, scores)
+    q = q_smem.index(half).reshape([64, BLOCK_D])
+    grad = grad_smem.index(half).reshape([64, BLOCK_V])
+    mbarrier.wait(q_ready.index(half), 0)
+    for step in range(steps):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        begin = low + step * BLOCK_N
+        k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+        v = v_smem.index(stage).reshape([BLOCK_N, BLOCK_V])
+        mbarrier.wait(k_ready.index(stage), phase)
+        s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(stage), phase)
+        dp = warpgroup_mma(grad, v.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        if CAPPED:
+            s = capped(s * scale, softcap, CAPPED)
+        p = probability(s, gl.expand_dims(lse, 1), scale, CAPPED)
+        if (begin < all_low) | (begin + BLOCK_N > all_high):
+            key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+            seen = visible(
+                gl.expand_dims(row, 1) + offset, gl.expand_dims(key, 0), keys, gl.expand_dims(first, 1),
+                gl.expand_dims(last, 1), window, CAUSAL, WINDOW, BOUNDED,
+            )  # fmt: skip
+            p = gl.where(seen, p, 0.0)
+        steep = slope(s, p, 1.0, 0.0, softcap, CAPPED)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        ds = steep * (dp - gl.expand_dims(delta, 1))
+        dq = warpgroup_mma(gl.convert_layout(ds.to(k_smem.dtype), operand), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    store_tile(dq_ptr, begin_row, DIM, queries, dq * scale, DIM, BLOCK_D, results)
+
+
+@gluon.jit
+def hopper_attention_backward_q_kernel(
+    q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, first_ptr, last_ptr, dq_ptr,
+    heads, group, queries, keys, scale, window, softcap,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr,
+    BOUNDED: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+):  # fmt: skip
+    """One program: dq of BLOCK_M = 128 queries of one head; dq is contiguous."""
+    batch = gl.program_id(2)
+    head = gl.program_id(1)
+    start = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK_M
+    first_ptr += batch.to(gl.int64) * queries
+    last_ptr += batch.to(gl.int64) * queries
+    line = (batch * heads + head).to(gl.int64) * queries
+    low, high, _, _, _, _ = key_range(
+        start, start + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0])), first_ptr, last_ptr,
+        keys - queries, keys, window, queries, CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    steps = (gl.maximum(high - low, 0) + BLOCK_N - 1) // BLOCK_N
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_V], v_desc.layout)
+    grad_smem = gl.allocate_shared_memory(grad_desc.dtype, [2, 1, 1, 64, BLOCK_V], grad_desc.layout)
+    q_ready = barriers(2, 2)
+    k_ready = barriers(STAGES, 1)
+    v_ready = barriers(STAGES, 1)
+    k_empty = barriers(STAGES, 2)
+    v_empty = barriers(STAGES, 2)
+    fence_async_shared()
+    shared = (q_smem, k_smem, v_smem, grad_smem, q_ready, k_ready, v_ready, k_empty, v_empty)
+    pointers = (lse_ptr + line, delta_ptr + line, first_ptr, last_ptr, dq_ptr + line * DIM)
+    sizes = (queries, keys, scale, window, softcap)
+    tiles = (start, low, steps)
+    gl.warp_specialize(
+        [
+            (query_gradients, (
+                0, shared, pointers, sizes, tiles, CAUSAL, WINDOW, CAPPED, BOUNDED,
+                DIM, STAGES, BLOCK_N, BLOCK_D, BLOCK_V,
+            )),
+            (query_gradients, (
+                1, shared, pointers, sizes, tiles, CAUSAL, WINDOW, CAPPED, BOUNDED,
+                DIM, STAGES, BLOCK_N, BLOCK_D, BLOCK_V,
+            )),
+            (fetch_for_queries, (
+                q_desc, k_desc, v_desc, grad_desc, shared, batch, head, head // group, tiles,
+                True, STAGES, BLOCK_N,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def fetch_for_keys(
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc, shared, batch, head, kv_head, line, group, tiles,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Fetch keys and values of both groups, then queries, gradients and their statistics, head by head."""
+    q_smem, k_smem, v_smem, grad_smem, lse_smem, delta_smem, k_ready, ready, empty = shared
+    start, low, steps = tiles
+    for half in gl.static_range(2):
+        key = start + half * 64
+        fetch(k_desc, batch, kv_head, key, k_smem.index(half), k_ready.index(half))
+        fetch(v_desc, batch, kv_head, key, v_smem.index(half), k_ready.index(half))
+    turn = 0
+    for member in range(group):
+        for step in range(steps):
+            stage = turn % STAGES
+            row = low + step * BLOCK_M
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            here = ready.index(stage)
+            fetch(q_desc, batch, head + member, row, q_smem.index(stage), here)
+            fetch(grad_desc, batch, head + member, row, grad_smem.index(stage), here)
+            mbarrier.expect(here, lse_desc.block_type.nbytes)
+            load_tile(lse_desc, [line + member, row], here, lse_smem.index(stage))
+            mbarrier.expect(here, delta_desc.block_type.nbytes)
+            load_tile(delta_desc, [line + member, row], here, delta_smem.index(stage))
+            turn += 1
+
+
+@gluon.jit
+def key_gradients(
+    half: gl.constexpr, shared, pointers, sizes, tiles,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, BOUNDED: gl.constexpr,
+    DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+):  # fmt: skip
+    """One group: dk and dv of 64 keys, over the queries of all heads that share them."""
+    q_smem, k_smem, v_smem, grad_smem, lse_smem, delta_smem, k_ready, ready, empty = shared
+    first_ptr, last_ptr, dk_ptr, dv_ptr = pointers
+    group, queries, keys, scale, window, softcap = sizes
+    start, low, steps = tiles
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    of_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    of_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    column: gl.constexpr = gl.SliceLayout(0, scores)
+    offset = keys - queries
+    begin_key = start + half * 64
+    key = begin_key + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    _, _, all_low, all_high = query_range(
+        begin_key, key, first_ptr, last_ptr, offset, keys, window, queries,
+        CAUSAL, WINDOW, BOUNDED, BLOCK_M, 64,
+    )  # fmt: skip
+    first = key
+    last = key
+    if BOUNDED:
+        last = gl.load(last_ptr + key, mask=key < keys, other=0)
+        if not CAUSAL:
+            first = gl.load(first_ptr + key, mask=key < keys, other=keys)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, of_keys)
+    dv = gl.zeros([64, BLOCK_V], gl.float32, of_values)
+    none = gl.zeros([64, BLOCK_M], gl.float32, scores)
+    k = k_smem.index(half).reshape([64, BLOCK_D])
+    v = v_smem.index(half).reshape([64, BLOCK_V])
+    mbarrier.wait(k_ready.index(half), 0)
+    turn = 0
+    for _member in range(group):
+        for step in range(steps):
+            stage = turn % STAGES
+            begin = low + step * BLOCK_M
+            mbarrier.wait(ready.index(stage), turn // STAGES & 1)
+            q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+            grad = grad_smem.index(stage).reshape([BLOCK_M, BLOCK_V])
+            lse = lse_smem.index(stage).reshape([BLOCK_M]).load(column)
+            s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, grad.permute((1, 0)), none, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
+            if CAPPED:
+                s = capped(s * scale, softcap, CAPPED)
+            p = probability(s, gl.expand_dims(lse, 0), scale, CAPPED)
+            if (begin < all_low) | (begin + BLOCK_M > all_high):
+                row = gl.expand_dims(begin + gl.arange(0, BLOCK_M, column), 0)
+                seen = visible(
+                    row + offset, gl.expand_dims(key, 1), keys, row, row, window, CAUSAL, WINDOW, False,
+                )  # fmt: skip
+                if BOUNDED:  # the queries of a document are its keys
+                    seen = seen & (row < gl.expand_dims(last, 1))
+                    if not CAUSAL:
+                        seen = seen & (row >= gl.expand_dims(first, 1))
+                p = gl.where(seen, p, 0.0)
+            operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, of_values, 2))
+            dv = warpgroup_mma(operand, grad, dv, is_async=True)
+            steep = slope(s, p, 1.0, 0.0, softcap, CAPPED)
+            delta = delta_smem.index(stage).reshape([BLOCK_M]).load(column)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = steep * (dp - gl.expand_dims(delta, 0))
+            operand = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, of_keys, 2))
+            dk = warpgroup_mma(operand, q, dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+            mbarrier.arrive(empty.index(stage), count=1)
+            turn += 1
+    store_tile(dk_ptr, begin_key, DIM, keys, dk * scale, DIM, BLOCK_D, of_keys)
+    store_tile(dv_ptr, begin_key, V_DIM, keys, dv, V_DIM, BLOCK_V, of_values)
+
+
+@gluon.jit
+def hopper_attention_backward_kv_kernel(
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc, first_ptr, last_ptr, dk_ptr, dv_ptr,
+    heads, group, queries, keys, scale, window, softcap,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr,
+    BOUNDED: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of BLOCK_N = 128 keys of one key head; both are contiguous."""
+    batch = gl.program_id(2)
+    kv_head = gl.program_id(1)
+    start = gl.program_id(0) * BLOCK_N
+    first_ptr += batch.to(gl.int64) * queries
+    last_ptr += batch.to(gl.int64) * queries
+    kv_line = (batch * (heads // group) + kv_head).to(gl.int64) * keys
+    low, high, _, _ = query_range(
+        start, start + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0])), first_ptr, last_ptr,
+        keys - queries, keys, window, queries, CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    steps = (gl.maximum(high - low, 0) + BLOCK_M - 1) // BLOCK_M
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, BLOCK_V], v_desc.layout)
+    grad_smem = gl.allocate_shared_memory(grad_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_V], grad_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
+    k_ready = barriers(2, 2)
+    ready = barriers(STAGES, 4)
+    empty = barriers(STAGES, 2)
+    fence_async_shared()
+    shared = (q_smem, k_smem, v_smem, grad_smem, lse_smem, delta_smem, k_ready, ready, empty)
+    pointers = (first_ptr, last_ptr, dk_ptr + kv_line * DIM, dv_ptr + kv_line * V_DIM)
+    sizes = (group, queries, keys, scale, window, softcap)
+    tiles = (start, low, steps)
+    head = kv_head * group
+    gl.warp_specialize(
+        [
+            (key_gradients, (
+                0, shared, pointers, sizes, tiles, CAUSAL, WINDOW, CAPPED, BOUNDED,
+                DIM, V_DIM, STAGES, BLOCK_M, BLOCK_D, BLOCK_V,
+            )),
+            (key_gradients, (
+                1, shared, pointers, sizes, tiles, CAUSAL, WINDOW, CAPPED, BOUNDED,
+                DIM, V_DIM, STAGES, BLOCK_M, BLOCK_D, BLOCK_V,
+            )),
+            (fetch_for_keys, (
+                q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc, shared,
+                batch, head, kv_head, batch * heads + head, group, tiles, STAGES, BLOCK_M,
             )),
         ],
         [4, 1],
@@ -282,11 +566,56 @@ def hopper_attention_forward(
     launch(
         hopper_attention_forward_kernel,
         (ceil_div(queries, ROWS), heads, batch),
-        *(_descriptor(q, HALF), _descriptor(k, 128), _descriptor(v, 128)),
+        *(_descriptor(x, rows) for x, rows in ((q, HALF), (k, ROWS), (v, ROWS))),
         *(pointer(rule.sinks, lse), first, last, out, lse),
         *out.stride()[:3],
         *attention._grid_sizes(q, k, v, rule),
         SINKS=rule.sinks is not None,
-        **_constants(q, v, rule, ROWS, 128, stages),
+        **_constants(q, v, rule, ROWS, ROWS, stages),
     )
     return out, lse
+
+
+def _padded(x: Tensor, value: float, block: int) -> "TensorDescriptor":
+    """Describe [B, H, S] in float32 as one row for each head, filled with ``value`` up to whole tiles."""
+    rows = F.pad(x.flatten(0, 1), (0, -x.shape[2] % block), value=value)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, block], layout)
+
+
+def hopper_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule, stages: int = 3
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks), as :func:`megacompile.kernels.flash_attention_backward`.
+
+    ``stages`` are those of the kernel of dk and dv.
+    """
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, out))
+    lse = lse.contiguous()
+    rule = attention._reaching(q, k, rule)
+    delta = attention._delta(out, grad, lse)
+    first, last = attention._bounds(rule.bounds, q, lse)
+    sizes = attention._grid_sizes(q, k, v, rule)
+    # Queries that see no key have no probability, like those that do not exist.
+    base2 = lse.masked_fill(lse == float("-inf"), float("inf")) * math.log2(math.e)
+    # What a softcap needs beside the scores does not fit the registers with larger tiles.
+    block_m, block_n = (32, 64) if rule.softcap else (HALF, ROWS)
+    launch(
+        hopper_attention_backward_kv_kernel,
+        (ceil_div(k.shape[2], ROWS), k.shape[1], k.shape[0]),
+        *(_descriptor(x, rows) for x, rows in ((q, block_m), (k, HALF), (v, HALF), (grad, block_m))),
+        *(_padded(base2, float("inf"), block_m), _padded(delta, 0.0, block_m)),
+        *(first, last, dk, dv),
+        *sizes,
+        **_constants(q, v, rule, block_m, ROWS, stages),
+    )
+    launch(
+        hopper_attention_backward_q_kernel,
+        (ceil_div(q.shape[2], ROWS), q.shape[1], q.shape[0]),
+        *(_descriptor(x, rows) for x, rows in ((q, HALF), (k, block_n), (v, block_n), (grad, HALF))),
+        *(lse, delta, first, last, dq),
+        *sizes,
+        **_constants(q, v, rule, ROWS, block_n, 2),
+    )
+    return dq, dk, dv, sink_gradient(lse, delta, rule.sinks)

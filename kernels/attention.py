@@ -174,6 +174,38 @@ def key_range(
 
 
 @triton.jit
+def query_range(
+    start, key, first_ptr, last_ptr, offset, keys, window, queries,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(least, end) of the queries that see some of keys [start, start + BLOCK_N), and of those that see all
+    of these."""
+    low = 0
+    high = queries
+    all_low = 0
+    all_high = tl.where(start + BLOCK_N <= keys, queries + BLOCK_M, 0)
+    if CAUSAL:
+        low = tl.maximum(low, start - offset)
+        all_low = tl.maximum(all_low, start + BLOCK_N - 1 - offset)
+    if WINDOW:
+        high = tl.minimum(high, start + BLOCK_N - 1 + window - offset)
+        all_high = tl.minimum(all_high, start + window - offset)
+        if not CAUSAL:
+            low = tl.maximum(low, start - window + 1 - offset)
+            all_low = tl.maximum(all_low, start + BLOCK_N - window - offset)
+    if BOUNDED:
+        # A document's queries are its keys, so its bounds are those of what sees this key.
+        begins = tl.load(first_ptr + key, mask=key < keys, other=keys)
+        ends = tl.load(last_ptr + key, mask=key < keys, other=0)
+        low = tl.maximum(low, tl.min(begins, axis=0))
+        high = tl.minimum(high, tl.max(ends, axis=0))
+        all_low = tl.maximum(all_low, tl.max(begins, axis=0))
+        all_high = tl.minimum(all_high, tl.min(ends, axis=0))
+    return low // BLOCK_M * BLOCK_M, high, all_low, all_high
+
+
+@triton.jit
 def place(heads):
     """(batch, head, both as one index) of this program; its block of rows is the grid's first axis."""
     return tl.program_id(2), tl.program_id(1), tl.program_id(2) * heads + tl.program_id(1)
@@ -394,29 +426,10 @@ def attention_backward_kv_kernel(
     first_ptr += batch.to(tl.int64) * queries
     last_ptr += batch.to(tl.int64) * queries
     offset = keys - queries
-    # Queries [low, high) see some of these keys, those in [all_low, all_high) see all.
-    low = 0
-    high = queries
-    all_low = 0
-    all_high = tl.where(start + BLOCK_N <= keys, queries + BLOCK_M, 0)
-    if CAUSAL:
-        low = tl.maximum(low, start - offset)
-        all_low = tl.maximum(all_low, start + BLOCK_N - 1 - offset)
-    if WINDOW:
-        high = tl.minimum(high, start + BLOCK_N - 1 + window - offset)
-        all_high = tl.minimum(all_high, start + window - offset)
-        if not CAUSAL:
-            low = tl.maximum(low, start - window + 1 - offset)
-            all_low = tl.maximum(all_low, start + BLOCK_N - window - offset)
-    if BOUNDED:
-        # A document's queries are its keys, so its bounds are those of what sees this key.
-        begins = tl.load(first_ptr + key, mask=key < keys, other=keys)
-        ends = tl.load(last_ptr + key, mask=key < keys, other=0)
-        low = tl.maximum(low, tl.min(begins, axis=0))
-        high = tl.minimum(high, tl.max(ends, axis=0))
-        all_low = tl.maximum(all_low, tl.max(begins, axis=0))
-        all_high = tl.minimum(all_high, tl.min(ends, axis=0))
-    low = low // BLOCK_M * BLOCK_M
+    low, high, all_low, all_high = query_range(
+        start, key, first_ptr, last_ptr, offset, keys, window, queries,
+        CAUSAL, WINDOW, BOUNDED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_V), dtype=ACC)
     for member in range(group):

@@ -14,6 +14,7 @@ GIB = 1 << 30
 _RATES = {"nbytes": GIB, "copied": 2_800_000_000, "updated": 64 << 20}
 # batch, heads, key heads, tokens, width
 _ATTENTIONS = [[2, 32, 8, 4096, 128], [1, 32, 8, 32768, 128]]
+_HOPPER = [*_ATTENTIONS, [2, 32, 8, 4096, 64]]
 
 
 def stages(*, small: bool = False) -> list[Stage]:
@@ -33,6 +34,9 @@ def _whole() -> list[Stage]:
         Stage("attention", "correct.attention", {"tokens": 1000}, 60, 12, "primitives", checks=True),
         _races(4, 10, 60, 19),
         Stage("attention ways", "attention_ways.times", {"shapes": _ATTENTIONS}, 60, 18, "primitives"),
+        Stage(
+            "Hopper attention", "hopper.check", {"shapes": _HOPPER, "repeats": 1000}, 120, 40, "primitives"
+        ),
         # what was slow on an H100 and is changed since, and sequences that none has trained
         _step("8B in 24 GB, clipped", "llama-3.1-8b", 24, 32768, 120, 70, clip=True),
         _step("3B in 24 GB, Muon", "qwen2.5-3b", 24, 16384, 100, 42, muon=True),
@@ -109,13 +113,13 @@ def compiled_ahead() -> list[str]:
     ]
 
 
-_FEW = [[*heads, 256, width] for *heads, _, width in _ATTENTIONS]  # tokens for the same kernels
+_FEW = [[*heads, 256, width] for *heads, _, width in _HOPPER]  # tokens for the same kernels
 # Without numbers no step is right, which the stages raise: it is launched all the same.
 _KERNELS = f"""
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from benchmarks.gpu import attention_ways, correct, features, kernel_table
+from benchmarks.gpu import attention_ways, correct, features, hopper, kernel_table
 from benchmarks.gpu.findings import Recorder
 to = Recorder(Path(mkdtemp()), "ahead")
 correct.kernels(to)
@@ -123,7 +127,8 @@ with suppress(RuntimeError):
     correct.small_models(to, "2GB", 1)
 features.features(to)
 correct.attention(to, 1000)
-attention_ways.times(to, {_FEW})
+attention_ways.times(to, {_FEW[:2]})
+hopper.check(to, {_FEW}, 1)
 kernel_table.compile_ahead()
 """
 # What settings of a step leave out.

@@ -211,6 +211,12 @@ API CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, u
                                        unsigned bz, unsigned shared, CUstream s, void **p) {
   return (CUresult)launch(f, s);
 }
+API CUresult cuTensorMapEncodeTiled(CUtensorMap *m, CUtensorMapDataType t, cuuint32_t rank, void *address,
+                                    const cuuint64_t *size, const cuuint64_t *strides, const cuuint32_t *box,
+                                    const cuuint32_t *steps, CUtensorMapInterleave i, CUtensorMapSwizzle s,
+                                    CUtensorMapL2promotion p, CUtensorMapFloatOOBfill fill) {
+  return memset(m, 0, sizeof *m), 0;
+}
 API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int block, size_t shared) { return *n = 2, 0; }
 API CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { return *n = 66, 0; }
 

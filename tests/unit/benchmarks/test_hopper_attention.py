@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import hopper_attention as hopper
+from benchmarks.gpu import hopper as campaign
+from benchmarks.gpu.findings import Recorder
 from megacompile.kernels import attention
-from megacompile.kernels._triton import recording
+from megacompile.kernels._triton import Launch, recording
 from megacompile.kernels.attention import Rule, document_bounds
 from tests.support.gluon_emulator import Barrier, Deadlock, Program, emulate
 
@@ -30,6 +34,7 @@ SHAPES: dict[str, tuple[Shape, Rule]] = {
     "two-sided window": ((1, 2, 1, 303, 303, 64, 64), Rule(0.125, False, window=140)),
     "sinks": ((1, 2, 1, 140, 140, 64, 64), Rule(0.125, sinks=torch.tensor([0.5, -2.0]))),
     "packed": ((2, 2, 1, 303, 303, 64, 64), Rule(0.125)),
+    "packed, full": ((1, 2, 1, 303, 303, 64, 64), Rule(0.125, False)),
 }
 
 
@@ -43,7 +48,7 @@ def inputs(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor]
             (queries, heads, width), (keys, groups, width), (keys, groups, inner), (queries, heads, inner)
         )
     ]  # fmt: skip
-    if name == "packed":  # the last 23 tokens are padding
+    if name.startswith("packed"):  # the last 23 tokens are padding
         bounds = document_bounds(torch.tensor([0, 50, 210, 280], dtype=torch.int32), queries)
         rule = replace(rule, bounds=bounds)
     return made, rule
@@ -57,6 +62,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule, seed: int = 0, **more: 
     for launch in launches:
         emulate(launch, seed)
     return out, lse
+
+
+def backward(grad: Tensor, given: list[Tensor], rule: Rule, seed: int = 0, **more: Any) -> list[Tensor]:
+    """Gradients of queries, keys and values, from a forward in float32 that rounds its result."""
+    out, lse = attention.forward_reference(*(x.float() for x in given), rule)
+    delta = (out.to(grad.dtype).float() * grad.float()).sum(-1)
+    with recording(90) as launches, mock.patch.object(attention, "_delta", lambda *_: delta):
+        found = hopper.hopper_attention_backward(grad, *given, out.to(grad.dtype), lse, rule, **more)
+    for x in found[:3]:
+        x.fill_(torch.nan)
+    for launch in launches:
+        emulate(launch, seed)
+    return list(found[:3])
 
 
 def close(ours: Tensor, exact: Tensor) -> bool:
@@ -74,12 +92,23 @@ def test_forward_is_right_beside_float64(name: str) -> None:
     assert close(lse.nan_to_num(neginf=0.0), exact_lse.nan_to_num(neginf=0.0))
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_right_beside_float64(name: str) -> None:
+    (q, k, v, grad), rule = inputs(name)
+    exact = [x.double() for x in (grad, q, k, v)]
+    out, lse = attention.forward_reference(*exact[1:], rule)
+    expected = attention.backward_reference(*exact, out, lse, rule)
+    for ours, right in zip(backward(grad, [q, k, v], rule), expected, strict=False):
+        assert close(ours, right)
+
+
 def test_results_do_not_depend_on_who_is_first() -> None:
     """Whatever the order of warps and copies, and however many stages, the bits are the same."""
-    (q, k, v, _), rule = inputs("causal, grouped heads")
-    first = forward(q, k, v, rule)
+    (q, k, v, grad), rule = inputs("full, wide")
+    first, gradients = forward(q, k, v, rule), backward(grad, [q, k, v], rule)
     for seed, stages in ((1, 2), (2, 2), (3, 3)):
         assert all(map(torch.equal, first, forward(q, k, v, rule, seed, stages=stages)))
+        assert all(map(torch.equal, gradients, backward(grad, [q, k, v], rule, seed, stages=stages)))
 
 
 def test_what_cannot_be_copied_by_tiles_is_laid_out_anew() -> None:
@@ -112,6 +141,28 @@ def test_a_wait_left_out_shows_in_the_results(arrivals: int, monkeypatch: pytest
         out, _ = forward(q, k, v, rule)
         exact, _ = attention.forward_reference(q.double(), k.double(), v.double(), rule)
         assert close(out, exact)
+
+
+def test_the_campaign_tells_right_from_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+        emulate(Launch(kernel, grid, given, constants, 4, 2))
+
+    monkeypatch.setattr(hopper, "launch", run)
+    monkeypatch.setattr(attention, "_delta", lambda out, grad, _: (out.float() * grad.float()).sum(-1))
+    cases = {
+        "causal, three queries": ((1, 2, 1, 3, 3, 128), Rule(0.09)),
+        "all": ((1, 4, 2, 450, 450, 64), Rule(0.125, window=70, softcap=5.0)),
+    }
+    monkeypatch.setattr(campaign, "_CASES", cases)
+    to = Recorder(tmp_path, "right")
+    campaign.check(to, [], 0)
+    assert to.all_right and len(to.known()) == len(cases)
+    assert all(e["error"] <= 1e-2 for e in to.known())
+
+    monkeypatch.setattr(attention, "_delta", lambda out, grad, _: out.float().sum(-1))
+    to = Recorder(tmp_path, "wrong")
+    campaign.check(to, [], 0)
+    assert not to.some_right
 
 
 def test_what_is_taken() -> None:
