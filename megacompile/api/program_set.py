@@ -29,7 +29,7 @@ _ROUNDS = 32  # within a larger room, or with other cuts
 
 
 class PlannedError(Exception):
-    """A forward was planned, and is not to run."""
+    """A forward was planned, and is not to run: it leaves the code that called it, such as a trainer's."""
 
 
 @dataclass(frozen=True)
