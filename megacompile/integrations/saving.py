@@ -68,7 +68,7 @@ class Writing:
             raise DiskError(str(self._refused)) from self._refused  # as all ranks hear it
 
     def go_on(self, program: Program, model: Description | None) -> None:
-        """Let a thread write the program's state, and the weights of the model that is described."""
+        """Start a thread that writes the program's state, and the weights of the model that is described."""
         self._model, self._program = model, program
         program.save(self.folder / STATE, wait=False, then=self.end)
 

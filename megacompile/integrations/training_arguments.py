@@ -176,7 +176,7 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
 
 
 def _join(arguments: Any) -> None:
-    """Let upstream see the ranks that :func:`megacompile.compile` will see."""
+    """Show upstream the ranks that :func:`megacompile.compile` will see."""
     size = find_ranks().size
     _stay_on_host(arguments)
     if arguments.world_size != size:
@@ -193,7 +193,7 @@ def _join(arguments: Any) -> None:
 
 
 def _stay_on_host(arguments: Any) -> None:
-    """Let upstream keep its own tensors on the host, and make batches for one device: the program alone uses
+    """Keep upstream's own tensors on the host, and make batches for one device: the program alone uses
     the accelerator."""
     on_cpu, arguments.use_cpu = arguments.use_cpu, True
     vars(arguments).pop("_setup_devices", None)  # a cached property

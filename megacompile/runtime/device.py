@@ -39,7 +39,7 @@ class StepStreams(Protocol):
         over."""
 
     def wait(self, after: Iterable[Event]) -> None:
-        """Make the compute stream wait; raises what an operation on another stream raised."""
+        """Wait for events on the compute stream; raise what an operation on another stream raised."""
 
     def reached(self, event: Event) -> None:
         """Record ``event`` on the compute stream here."""
@@ -94,7 +94,7 @@ class Device(ABC):
     def prepare(
         self, step: Step, constants: Mapping[str, Tensor], changed: Collection[str] = ()
     ) -> Mapping[str, Tensor]:
-        """Make room for a step's slab; what its blocks may take is the budget less all that is fixed.
+        """Allocate a step's slab; what its blocks may take is the budget less all that is fixed.
 
         Returns the model's buffers and constants as they are on the device. The model's own stay as they are,
         also those ``changed`` by the step, until :meth:`store`.

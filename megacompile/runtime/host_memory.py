@@ -12,7 +12,7 @@ class HostMemory:
     """Ordinary memory, as a backend has it whose transfers are equally fast everywhere."""
 
     def own(self, tensors: Iterable[Tensor]) -> None:
-        """Make transfers to and from these tensors fast."""
+        """Prepare these tensors for fast transfers."""
 
     def empty(self, nbytes: int) -> Tensor:
         """Return bytes (uint8) that transfers are fast to and from."""

@@ -338,7 +338,7 @@ def is_owned(model: nn.Module) -> bool:
 
 
 def _borrowed(values: Any) -> bool:
-    """Have all parameters lent that are among these; returns whether all now have their values."""
+    """Borrow all parameters that are among these; returns whether all now have their values."""
     owned = [value for value in pytree.tree_leaves(values) if isinstance(value, _OwnedValues)]
     for value in owned:
         _borrow(value)
@@ -346,7 +346,7 @@ def _borrowed(values: Any) -> bool:
 
 
 def _borrow(value: Tensor) -> None:
-    """Have a parameter lent, where its program does that; what was detached of one has no value to come."""
+    """Borrow a parameter's value from its program, if that lends; what was detached of one stays without."""
     hold = _hold_of(value)
     if hold is not None and hold.lends and (owner := hold.owner()) is not None:
         owner.lend(hold.name)

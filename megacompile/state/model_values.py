@@ -111,8 +111,10 @@ class ModelValues:
         self.lending, self._gives_up = lending, give_up
 
     def given_up_by(self, give_up: Callable[[Any], None]) -> None:
-        """Have ``give_up`` hand the values over to another program, with the optimizer that it is given. The
-        model keeps them until then, so that they are not lost with the program that is over."""
+        """Use ``give_up`` to hand the values over to another program, with the optimizer that it is given.
+
+        The model keeps them until then, so that they are not lost with the program that is over.
+        """
         self._gives_up = give_up
         if self._owns:
             keep(self._named.values(), self)
@@ -172,11 +174,10 @@ class ModelValues:
         self._state, self._homes = state, homes
         for buffer in self.model.buffers() if state.world.size > 1 else ():
             buffer.data.copy_(state.world.broadcast(buffer.data))
-        self._training = weakref.ref(training)  # which holds these values itself
         self._named, alone = dict(self.model.named_parameters()), state.world.size == 1
         lends = self.lending is not None and alone  # ranks would have to read together
-        if lends:
-            self._kept_training = training  # by the model, now
+        # the training holds these values itself; where they are lent, the model holds the training
+        self._training = (lambda: training) if lends else weakref.ref(training)
         take(self.model, self._optimizer, homes, self, alone=alone, lends=lends)
         self._owns = True
 
@@ -195,12 +196,14 @@ class ModelValues:
             self._take_back(name)
 
     def lend(self, name: str) -> None:
-        """Let the model hold a parameter's value until the program is called next; nothing within a call."""
+        """Lend the model a parameter's value until the program is called next; nothing within a call."""
         assert self.lending is not None
         if self._caller == threading.get_ident():
             return
         self.lending.check()
-        with self._kept_training.reading():
+        training = self._training()
+        assert training is not None
+        with training.reading():
             parameter = self._named[name]
             if name in self.lent:
                 return
@@ -212,7 +215,7 @@ class ModelValues:
                     "export, or, after training, trainer.release()."
                 )
             set_value(parameter, self._read(name, parameter))
-            lend(parameter, trains=self.lending.trains or self._kept_training.has_gradients)
+            lend(parameter, trains=self.lending.trains or training.has_gradients)
             self.lent.add(name)
 
     def _take_back(self, name: str) -> None:
@@ -258,7 +261,7 @@ class ModelValues:
         ]
 
     def resume_from(self, read: Callable[[str, tuple[int, ...]], Tensor | None]) -> None:
-        """Have the values of a checkpoint, by name and shape, until a program takes the model over and loads
+        """Take the values of a checkpoint, by name and shape, until a program takes the model over and loads
         it."""
         self._resumed = read
 

@@ -20,7 +20,7 @@ import torch
 from megacompile.blocks.weight_groups import GroupLayout, padded_elements
 from megacompile.errors import MegacompileError
 from megacompile.state import adam
-from megacompile.state.optimizer_state import state_arrays
+from megacompile.state.optimizer_state import optimizer_arrays
 from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.units import format_bytes
 
@@ -120,7 +120,7 @@ def group_arrays(group: GroupLayout, form: Form) -> tuple[FlatArray, ...]:
         dtype = group.dtype if name == "weights" else _DTYPES.get(name, torch.float32)
         found.append(FlatArray(name, kind, dtype, max(size[name] for size in sizes)))
     if isinstance(form, TorchOptimizer) and group.trainable:
-        arrays = state_arrays(form, group).items()
+        arrays = optimizer_arrays(form, group).items()
         found += [FlatArray(name, "moments", dtype, size) for name, (dtype, size) in arrays]
     return tuple(a for a in found if a.elements)
 

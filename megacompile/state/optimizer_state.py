@@ -25,7 +25,7 @@ Numbers = dict[str, Any]
 """What a parameter's state holds beside tensors."""
 
 
-def state_arrays(optimizer: TorchOptimizer, group: GroupLayout) -> dict[str, tuple[torch.dtype, int]]:
+def optimizer_arrays(optimizer: TorchOptimizer, group: GroupLayout) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and elements of each flat array that a trained group has beside its masters; of a shard as
     many as the largest of them has."""
     dtypes: dict[str, torch.dtype] = {}
@@ -45,7 +45,7 @@ def state_arrays(optimizer: TorchOptimizer, group: GroupLayout) -> dict[str, tup
     return {PREFIX + name: (dtype, most[name]) for name, dtype in dtypes.items()}
 
 
-def state_views(
+def optimizer_views(
     optimizer: TorchOptimizer, group: GroupLayout, arrays: Mapping[str, Tensor], rank: int = 0
 ) -> Iterator[dict[str, Tensor]]:
     """Yield by slot, by array's name, the flat views of what a rank keeps of it."""

@@ -18,13 +18,13 @@ from megacompile.capture.trace import TRACING
 from megacompile.errors import MegacompileError
 from megacompile.state import adam, muon
 from megacompile.state.master_layout import own_part, owned, strided
-from megacompile.state.optimizer_state import PREFIX, KeptState, Numbers, state_views
+from megacompile.state.optimizer_state import PREFIX, KeptState, Numbers, optimizer_views
 from megacompile.state.param_group import (
     GroupSettings,
     ParamGroup,
     changed_settings,
+    clone_settings,
     same_values,
-    settings_of,
 )
 from megacompile.state.torch_optimizer import TorchOptimizer
 
@@ -50,7 +50,7 @@ class OptimizerStep:
         gradients' place."""
         matrices = self._optimizer.matrices(group, self._rank)
         with _threads(threads):
-            for index, views in enumerate(state_views(self._optimizer, group, arrays, self._rank)):
+            for index, views in enumerate(optimizer_views(self._optimizer, group, arrays, self._rank)):
                 if index not in slots or index not in matrices:
                     continue
                 slot, momentum = group.slots[index], views[f"{PREFIX}momentum_buffer"]
@@ -79,7 +79,7 @@ class OptimizerStep:
         Without a gradient call another ``method``, which changes parameters by their state. The place of the
         gradient holds the updates of matrices, once the device has made them orthogonal.
         """
-        views = list(state_views(self._optimizer, group, arrays, self._rank))
+        views = list(optimizer_views(self._optimizer, group, arrays, self._rank))
         for index, slot, _ in owned(group, self._rank):
             if index not in slots:
                 continue
@@ -159,7 +159,7 @@ class OptimizerStep:
             getattr(clone, method)()
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.detach())
-        if not same_values(changed_settings(settings_of(clone), settings.values), settings.written):
+        if not same_values(changed_settings(clone_settings(clone), settings.values), settings.written):
             raise MegacompileError(
                 f"{kept.owner.kind} writes other settings for {slot.parameter.name} than for another "
                 "parameter, so its parameters depend on each other: use another optimizer."

@@ -168,7 +168,7 @@ class ParamGroup:
         """Return the settings that a step changes, whichever parameter it is of."""
         clone = self._trial(values, (_SMALL_SIZES[0],) * 2)
         self._take(clone)
-        return changed_settings(settings_of(clone), values)
+        return changed_settings(clone_settings(clone), values)
 
     def pieces(self, elements: int) -> Iterator[slice]:
         """Yield what of a parameter clones step over: chunks where each element is stepped alone."""
@@ -230,9 +230,9 @@ class ParamGroup:
                 own.grad = parameter.grad.clone()
             for each in (together, *clones):
                 self._take(each)
-            alike = all(same_values(settings_of(clone), settings_of(together)) for clone in clones) and all(
-                same_values(own.data, p.data) for own, p in zip(alone, parameters, strict=True)
-            )
+            alike = all(
+                same_values(clone_settings(clone), clone_settings(together)) for clone in clones
+            ) and all(same_values(own.data, p.data) for own, p in zip(alone, parameters, strict=True))
             if not torch.equal(before, torch.random.get_rng_state()):
                 torch.random.set_rng_state(before)
                 self._refuse("its step draws random numbers")
@@ -308,7 +308,7 @@ class ParamGroup:
         """Return settings as they are while a model is trained, where a class has a train() for that."""
         clone = self.clone(values)
         getattr(clone, "train", lambda: None)()
-        return settings_of(clone)
+        return clone_settings(clone)
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
         """Return the state that a parameter, or a chunk of one, has before its first step."""
@@ -318,7 +318,7 @@ class ParamGroup:
         }
 
     def _take(self, clone: Any) -> None:
-        """Make a clone step, in a trial; what it does beside its parameters is refused."""
+        """Step a clone in a trial; refuse what it does beside its parameters."""
         try:
             clone.step()
         except Exception as error:
@@ -393,7 +393,7 @@ def copied_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def settings_of(clone: Any) -> dict[str, Any]:
+def clone_settings(clone: Any) -> dict[str, Any]:
     """Return a clone's settings."""
     return {k: v for k, v in clone.param_groups[0].items() if k != "params"}
 

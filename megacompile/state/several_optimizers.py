@@ -28,7 +28,7 @@ class Several(torch.optim.Optimizer):
         self.param_groups[:] = groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Have each of them step."""
+        """Step each of them."""
         for member in self.optimizers:
             member.step(closure)
 
@@ -43,7 +43,7 @@ class Several(torch.optim.Optimizer):
             getattr(member, "train", lambda: None)()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Have each of them drop its gradients."""
+        """Drop the gradients of each of them."""
         for member in self.optimizers:
             member.zero_grad(set_to_none)
 

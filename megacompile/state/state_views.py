@@ -24,7 +24,7 @@ from megacompile.state.moment_formats import (
     moment_names,
     shard_places,
 )
-from megacompile.state.optimizer_state import state_views
+from megacompile.state.optimizer_state import optimizer_views
 from megacompile.state.torch_optimizer import TorchOptimizer
 
 
@@ -46,7 +46,7 @@ def parts_of(
     """
     named = {}
     if isinstance(form, TorchOptimizer):
-        kept = state_views(form, group, arrays, rank) if group.trainable else ({} for _ in group.slots)
+        kept = optimizer_views(form, group, arrays, rank) if group.trainable else ({} for _ in group.slots)
         masters = {n: arrays[n] for n in ("weights", "low") if n in arrays}
         return {
             slot.parameter.name: {n: flat[own_part(group, slot, rank)[1]] for n, flat in masters.items()}
