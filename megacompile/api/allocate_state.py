@@ -19,7 +19,7 @@ from megacompile.schedule.step import Step
 from megacompile.schedule.workload import Workload
 from megacompile.state.host_budget import host_bytes, host_states, step_bytes, storage_window
 from megacompile.state.masters import HostState
-from megacompile.state.moment_formats import Form, smaller_formats
+from megacompile.state.moment_formats import Form, describe_savings
 from megacompile.state.nvme_offload import StatePlacement, host_state_bytes, place_groups
 from megacompile.state.scratch_files import folders_of
 from megacompile.units import format_bytes
@@ -106,7 +106,7 @@ def _too_large(
         f"host_budget={given} is too small: masters, moments and kept gradients of this model take "
         f"{format_bytes(need)} on the host. Raise it, train fewer parameters, give an offload_dir "
         f"(then {format_bytes(least)} suffice), or train without clipping and accumulation"
-        + smaller_formats(layouts, form)
+        + describe_savings(layouts, form)
         + "."
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from megacompile.cli.check_plan_arguments import ANY_BYTES
 from megacompile.cli.estimator import Study
@@ -20,8 +19,7 @@ from megacompile.planner.plan_program import plan_program
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.planner.too_small import fitting
 from megacompile.state.host_budget import host_bytes
-from megacompile.state.moment_formats import Form, StateFormat
-from megacompile.state.torch_optimizer import TorchOptimizer
+from megacompile.state.moment_formats import smaller_formats
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, .
     """The least changes of clipping and of the moments' format with which both tiers have room: of formats
     with which they have it, the one that changes training least."""
     _, compiled = study.least(question)
-    forms = _formats(question)
+    forms = (question.optimizer_state, *smaller_formats(question.optimizer_state))
     fits: list[Fit] = []
     last = len(forms)
     for clipping in (True, False) if clip else (False,):
@@ -91,12 +89,6 @@ def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, .
                 last = number
                 break
     return tuple(sorted(fits, key=lambda fit: -fit.tokens_per_second))
-
-
-def _formats(question: Question) -> tuple[Form, ...]:
-    """The format of the state that was asked for, and those of Adam's moments that take less."""
-    asked, known = question.optimizer_state, get_args(StateFormat)
-    return (asked,) if isinstance(asked, TorchOptimizer) else known[known.index(asked) :]
 
 
 def _speed_of_fit(fits: Sequence[Fit], question: Question, clip: bool) -> float | None:
@@ -176,7 +168,7 @@ def _for_host(answer: Answer, clip: bool, fits: Sequence[Fit]) -> Iterator[WayOu
         yield way("--no-clip", q, False, "gradients are not kept")
     if here is not None:
         yield from _to_drive(here)
-    for form in _formats(q)[1:]:
+    for form in smaller_formats(q.optimizer_state):
         note = "moments in blocks of codes; training differs a little"
         yield way(f"--optimizer-state {form}", replace(q, optimizer_state=form), clip, note)
     waiting = answer.least.hosts[clip].offloaded

@@ -229,12 +229,17 @@ def state_bytes(groups: tuple[GroupLayout, ...], form: Form) -> dict[str, int]:
     return {kind: sum(a.nbytes for a in arrays if a.kind == kind) for kind in ("masters", "moments")}
 
 
-def smaller_formats(groups: tuple[GroupLayout, ...], form: Form) -> str:
+def smaller_formats(form: Form) -> tuple[StateFormat, ...]:
+    """Return the formats of Adam's moments below ``form``; the state of another optimizer has none."""
+    known = get_args(StateFormat)
+    return () if isinstance(form, TorchOptimizer) else known[known.index(form) + 1 :]
+
+
+def describe_savings(groups: tuple[GroupLayout, ...], form: Form) -> str:
     """A clause for error messages: what the formats below ``form`` would save, and frozen weights in bf16; ""
     where that is nothing."""
     now = sum(state_bytes(groups, form).values())
-    formats = () if isinstance(form, TorchOptimizer) else get_args(StateFormat)
-    saved = {f: now - sum(state_bytes(groups, f).values()) for f in formats}
+    saved = {f: now - sum(state_bytes(groups, f).values()) for f in smaller_formats(form)}
     clauses = [f'optimizer_state="{f}" saves {format_bytes(n)}' for f, n in saved.items() if n > 0]
     low = sum(a.nbytes for g in groups if not g.trainable for a in group_arrays(g, form) if a.name == "low")
     clauses += [f"casting the frozen weights to bfloat16 saves {format_bytes(low)}"] if low else []
