@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.blocks.joint_graph import Joint, joint_of
 from megacompile.blocks.partition import Template
-from megacompile.graph.sequence_dimension import carried
+from megacompile.graph.sequence_dimension import carried, name_of
 from megacompile.kernels.registry import called
 
 aten = torch.ops.aten
@@ -45,7 +45,8 @@ def length_of(template: Template) -> int | None:
 
 
 def at_length(template: Template, length: int, other: int) -> Template:
-    """The template of sequences of another length: sizes and constants that are ``length`` or one off.
+    """The template of sequences of another length: sizes and constants that are ``length`` or one off, and
+    as many numbers in a row as several for each position, such as places of each token's experts.
 
     :func:`compare` then says whether that was right for each of them.
     """
@@ -54,12 +55,17 @@ def at_length(template: Template, length: int, other: int) -> Template:
         near = type(value) is int and abs(value - length) <= 1 and length > 2
         return value - length + other if near else value
 
+    def count(value: Any) -> Any:
+        several = type(value) is int and value > length and value % length == 0
+        return value // length * other if several else constant(value)
+
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in template.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "call_function":
-            copies[node].args = _leaves(copies[node].args, constant)
+            changed = count if name_of(node) == "arange" else constant
+            copies[node].args = _leaves(copies[node].args, changed)
             copies[node].kwargs = {k: _leaves(v, constant) for k, v in copies[node].kwargs.items()}
 
     def resized(example: Tensor) -> Tensor:

@@ -78,7 +78,14 @@ def with_weights(out: Any, batch: Any) -> Tensor:
     return F.cross_entropy(out["logits"].transpose(1, 2), batch["labels"], weight=weight)
 
 
-IGNORE = [mean, smoothed, per_token, per_row, by_mask, with_weights]
+def of_the_next_two(out: Any, batch: Any) -> Tensor:
+    losses = [
+        F.cross_entropy(out["logits"][:, :-k].flatten(0, 1), batch["labels"][:, k:].flatten()) for k in (1, 2)
+    ]
+    return torch.stack(losses).mean()
+
+
+IGNORE = [mean, smoothed, per_token, per_row, by_mask, with_weights, of_the_next_two]
 
 
 def over_all(out: Any, batch: Any) -> Tensor:
