@@ -1,8 +1,7 @@
 """Keep values on the device by token, and call block functions.
 
 In: a bound step; then its operations, one at a time, from the :class:`~megacompile.runtime.executor.Runtime`.
-A function's arguments are looked up by what its block reads; results are kept under the tokens that the
-step's later operations name.
+Arguments and results of functions are those of :class:`~megacompile.blocks.block_values.BlockValues`.
 """
 
 from __future__ import annotations
@@ -10,27 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.blocks.joint_graph import Ref
+from megacompile.blocks.block_values import BlockValues, Part
+from megacompile.blocks.partition import BlockValue, Input
 from megacompile.blocks.weight_groups import GroupLayout
 from megacompile.errors import BudgetExceededError, ProgramError
 from megacompile.runtime.bound_step import BoundCall, BoundStep
 from megacompile.runtime.device import Device
 from megacompile.runtime.device_state import ResidentState
 from megacompile.runtime.step_results import StepInputs
-from megacompile.schedule.op_table import Saved, Token, Value, ValueGrad, WeightGrad
+from megacompile.schedule.op_table import Saved, Token, Value, ValueGrad
 from megacompile.state.master_layout import slot_view
 
 
-class Blocks:
+class Blocks(BlockValues[Any]):
     """The values that one step holds on the device, and its block functions."""
 
     def __init__(self, device: Device, resident: ResidentState) -> None:
-        self.values: dict[Token, Any] = {}
+        super().__init__()
         self._device = device
         self._resident = resident
         self._weights: dict[int, list[Tensor]] = {}  # of the groups that are in a slot now
@@ -43,6 +44,7 @@ class Blocks:
         if bound is not self._bound:
             self._views.clear()  # of a slab that may be gone
         self._bound, self._inputs, self._constants = bound, inputs, constants
+        self.part, self.assembly = bound.part, bound.assembly
 
     def clear(self) -> None:
         """Forget all values and all weights in slots."""
@@ -71,7 +73,7 @@ class Blocks:
     def free(self, tokens: Sequence[Token]) -> None:
         """Forget values that no later operation reads."""
         for token in tokens:
-            self.values.pop(token, None)
+            self.forget(token)
 
     def tensors(self, tokens: Sequence[Token]) -> list[Tensor]:
         """The tensors under some tokens, in order."""
@@ -88,12 +90,11 @@ class Blocks:
 
     def origin(self) -> str:
         """A sentence on the first block whose output is here and not finite; empty where all are."""
-        assert self._bound is not None
         here: dict[int, list[Tensor]] = {}
         for token, tensor in self.values.items():
             if isinstance(token, Value) and tensor.is_floating_point() and tensor.numel():
                 here.setdefault(token.value, []).append(tensor)
-        for block in self._bound.part.blocks:
+        for block in self.part.blocks:
             for value in block.outputs:
                 norms = (torch.linalg.vector_norm(x, math.inf) for x in here.get(value, ()))  # without copies
                 if not all(map(math.isfinite, norms)):
@@ -103,17 +104,11 @@ class Blocks:
                     )
         return ""
 
-    def call(
-        self, part: Literal["forward", "recompute", "backward"], block: int, micro: int, checkpoint: str
-    ) -> None:
+    def call(self, part: Part, block: int, micro: int, checkpoint: str) -> None:
         """Run one function of a block and keep its results."""
         assert self._bound is not None
         call = self._bound.call(block, checkpoint, part)
-        results = self._run(call, micro)
-        if part == "backward":
-            self._keep_gradients(call, micro, results)
-        else:
-            self._keep_results(call, micro, results)
+        self.call_function(call.block, call.function, part, micro, partial(self._run, call))
 
     def start_backward(self, loss: int, micro: int) -> None:
         """The gradient of the loss is its weight in the step."""
@@ -121,10 +116,45 @@ class Blocks:
         with self._device.counted():
             self.values[ValueGrad(loss, micro)] = torch.full_like(value, self._inputs.loss_weights[micro])
 
-    def _run(self, call: BoundCall, micro: int) -> list[Any]:
-        arguments = [self._argument(call, ref, micro) for ref in call.function.inputs]
-        if any(kind == "saved" for kind, _ in call.function.inputs):
-            self.values.pop(Saved(call.block.index, micro))
+    def forget(self, token: Token) -> None:
+        """Forget a value."""
+        self.values.pop(token, None)
+
+    def weight(self, name: str) -> Tensor:
+        """A weight, in the slot where its group is now, or where it stays."""
+        group, slot = self.assembly.places[name]
+        return (self._weights.get(group) or self._resident.weights[group])[slot]
+
+    def constant(self, name: str) -> Tensor:
+        """A buffer or a constant of the model."""
+        return self._constants[name]
+
+    def seed(self, item: Input, micro: int) -> Tensor:
+        """The seed and site of random numbers, int64 [2]."""
+        return self._device.send(torch.tensor([self._inputs.seeds[micro], item.site]))
+
+    def zeros(self, value: BlockValue) -> Tensor:
+        """The gradient of a value that has none."""
+        with self._device.counted():
+            return torch.zeros(value.shape, dtype=value.dtype, device=self._device.torch_device)
+
+    def narrowed(self, gradient: Tensor, value: BlockValue, sum_bytes: int) -> Tensor:
+        """A gradient in the type of its value."""
+        if gradient.dtype == value.dtype:
+            return gradient
+        with self._device.counted():
+            return gradient.to(value.dtype)
+
+    def summed(self, earlier: Tensor | None, gradient: Tensor, sum_bytes: int) -> Tensor:
+        """The sum of an earlier block's gradient, if any, and another, in FP32 where that takes bytes."""
+        if earlier is None and not sum_bytes:
+            return gradient
+        with self._device.counted():
+            if earlier is None:
+                return gradient.float()
+            return earlier.add_(gradient) if sum_bytes else earlier + gradient
+
+    def _run(self, call: BoundCall, arguments: list[Any]) -> list[Any]:
         try:
             with self._products(call), self._device.counted(), torch.no_grad():
                 return call.run(arguments)
@@ -142,70 +172,6 @@ class Blocks:
 
     def _products(self, call: BoundCall) -> AbstractContextManager[object]:
         return self._device.products() if call.function.narrow else nullcontext()
-
-    def _argument(self, call: BoundCall, ref: Ref, micro: int) -> Any:
-        assert self._bound is not None
-        kind, i = ref
-        if kind == "saved":
-            return self.values[Saved(call.block.index, micro)][i]
-        if kind == "out":
-            return self.values[Value(call.block.outputs[i], micro)]
-        if kind == "grad":
-            return self._tangent(call.block.outputs[i], micro)
-        item = call.block.inputs[i]
-        if item.kind == "value":
-            return self.values[Value(item.value, micro)]
-        if item.kind == "weight":
-            group, slot = self._bound.assembly.places[item.name]
-            return (self._weights.get(group) or self._resident.weights[group])[slot]
-        if item.kind == "buffer":
-            return self._constants[item.name]
-        return self._device.send(torch.tensor([self._inputs.seeds[micro], item.site]))
-
-    def _tangent(self, value: int, micro: int) -> Tensor:
-        assert self._bound is not None
-        grad: Tensor | None = self.values.pop(ValueGrad(value, micro), None)
-        info = self._bound.part.values[value]
-        if grad is not None and grad.dtype == info.dtype:
-            return grad
-        with self._device.counted():
-            if grad is None:
-                return torch.zeros(info.shape, dtype=info.dtype, device=self._device.torch_device)
-            return grad.to(info.dtype)
-
-    def _keep_results(self, call: BoundCall, micro: int, results: list[Any]) -> None:
-        saved = []
-        for (kind, i), result in zip(call.function.outputs, results, strict=True):
-            if kind == "saved":
-                saved.append(result)
-            else:
-                self.values[Value(call.block.outputs[i], micro)] = result
-        if saved:
-            self.values[Saved(call.block.index, micro)] = saved
-
-    def _keep_gradients(self, call: BoundCall, micro: int, results: list[Any]) -> None:
-        """Add gradients to those of earlier blocks; each is let go here before the next is added."""
-        assert self._bound is not None
-        results.reverse()
-        for _, i in call.function.outputs:
-            grad = results.pop()
-            item = call.block.inputs[i]
-            rows = self._bound.part.rows.get(item.value)
-            if item.kind == "weight" or rows is not None:
-                group, slot = self._bound.assembly.places[rows.pieces[0] if rows else item.name]
-                key = WeightGrad(group, call.block.index, micro)
-                self.values.setdefault(key, []).append((slot, grad))
-                continue
-            token = ValueGrad(item.value, micro)
-            earlier = self.values.pop(token, None)
-            if self._bound.assembly.work.values[item.value].sum_bytes:
-                with self._device.counted():
-                    grad = grad.float() if earlier is None else earlier.add_(grad)
-            elif earlier is not None:
-                with self._device.counted():
-                    grad = earlier + grad
-            self.values[token] = grad
-            del earlier, grad
 
 
 def _as_list(value: Any) -> list[Tensor]:

@@ -687,8 +687,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        "bench",
-        "megacompile/bench/kernel_bench.py",
+        "kernels",
+        "kernels/eager_check.py",
         "if not e <= a]",
         "if e <= a]",
         ("tests/unit/bench/test_bench_kernels.py::test_a_wrong_provider_is_not_timed",),
