@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megacompile.capture.call_tensors import storage_id
+
 Band = tuple[bool, int]
 """(causal, window): the keys that each query sees; a window of 0 is unlimited."""
 
@@ -160,7 +162,7 @@ def _is_alias(x: Tensor | None, of: Tensor) -> bool:
     """Return whether a tensor has all the elements of another in its own memory, in their order."""
     if x is None or (x.shape, x.stride()) != (of.shape, of.stride()):
         return False
-    return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)
+    return storage_id(x) == storage_id(of)
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.capture.function_context import (
     FunctionContext,
     call_forward,
@@ -93,7 +94,7 @@ def _traced(function: Any, name: str, args: tuple[Any, ...]) -> Any:
 
 def _not_traced(function: Any, needs: tuple[bool, ...], args: tuple[Any, ...]) -> str | None:
     """Say why a forward cannot be traced, by calling it on tensors without values beside the trace."""
-    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    tensors = tensors_in(args)
     mode = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), None)
     if mode is None:
         return None
@@ -102,7 +103,7 @@ def _not_traced(function: Any, needs: tuple[bool, ...], args: tuple[Any, ...]) -
     try:
         with _aside(), draws_undone(), mode:
             before = random_states()
-            call_forward(function, context, pytree.tree_map_only(Tensor, _empty_like, args))
+            call_forward(function, context, pytree.tree_map_only(Tensor, _without_values, args))
             drawn = random_states() != before
     except Exception as error:
         return first_line_of(error)
@@ -113,7 +114,7 @@ def _not_traced(function: Any, needs: tuple[bool, ...], args: tuple[Any, ...]) -
     return "it writes over an argument" if context._marks.dirty else None
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def _without_values(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
 
 

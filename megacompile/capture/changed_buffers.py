@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
+from megacompile.capture.call_tensors import storage_id
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import results_of, strip
 from megacompile.graph.node_storage import BATCH_NORM, WRITE, reached
@@ -132,8 +133,7 @@ def _refuse_shared(model: nn.Module, changed: Iterable[str]) -> None:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in changed:
         for other, tensor in buffers.items():
-            same = tensor.untyped_storage()._cdata == buffers[name].untyped_storage()._cdata
-            if same and tensor is not buffers[name]:
+            if storage_id(tensor) == storage_id(buffers[name]) and tensor is not buffers[name]:
                 raise CaptureError(
                     f"The forward changes the buffer {name}, which shares its memory with {other}: register "
                     "a copy of one of them."

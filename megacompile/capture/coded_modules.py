@@ -7,17 +7,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.capture.weight_codings import BlockCoding, RowCoding, WeightCoding, class_before
+from megacompile.capture.weight_codings import BlockCoding, RowCoding, Theirs, WeightCoding, class_before
 from megacompile.errors import CaptureError
-
-_Theirs: Any = object  # the class that one of ours comes before
 
 _CODINGS = "_megacompile_codings"  # the attribute of a traced module that has coded weights
 _LAYER_STATES = "_megacompile_states"  # and of what else bitsandbytes' layers hold of their weights
 _STORED = "_megacompile_stored"  # the attribute of a weight that was read: the bytes that it is a view of
 
 
-class _Coded(_Theirs):
+class _Coded(Theirs):
     """Comes before the class of a module whose coded weights are bytes among its parameters: its forward
     decodes, and whoever reads such a weight gets the one that it knows."""
 

@@ -34,10 +34,10 @@ def run_parts_for_real(copied: nn.Module, parts: Mapping[str, str]) -> None:
     """Have parts of a model's copy run as they are; ``parts`` says why each cannot be traced."""
     for path, why in parts.items():
         part = copied.get_submodule(path)
-        vars(part)["forward"] = _Forward(path, part, why)
+        vars(part)["forward"] = _PartForward(path, part, why)
 
 
-class _Forward:
+class _PartForward:
     """The forward of a frozen part under capture."""
 
     def __init__(self, path: str, part: nn.Module, why: str) -> None:

@@ -24,6 +24,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.call_tensors import given_by_name
 from megacompile.capture.exported_graph import CHECKS
 from megacompile.capture.repeated_layers import LAYER
 from megacompile.errors import CaptureError
@@ -53,7 +54,7 @@ def handed_through(owner: fx.GraphModule, region: fx.Node, item: fx.Node) -> fx.
 def _returns_its_argument(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _SELF:
         return False
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    given = given_by_name(node.target, node.args, node.kwargs)
     (before, after) = (n.meta["val"] for n in (node.args[0], node))  # type: ignore[union-attr]
     same = (before.dtype, before.device, before.stride()) == (after.dtype, after.device, after.stride())
     return same and not given.get("copy")

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megacompile.capture.batch import described
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.capture.host_draws import Stream
 from megacompile.errors import CaptureError
 
@@ -190,7 +191,3 @@ class Prologue:
                     return None
                 values.update(zip(call.results, found, strict=True))
         return [values[number] for number in self.inputs]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

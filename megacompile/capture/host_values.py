@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megacompile.capture.call_tensors import given_by_name, storage_id, tensors_in, written_names
 from megacompile.capture.host_draws import (
     ARRAYS,
     DRAWN,
@@ -52,7 +53,6 @@ from megacompile.capture.host_prologue import (
     SplitPieces,
     as_contiguous,
     read_plain,
-    tensors_in,
 )
 from megacompile.capture.patches import Patch, replaced
 from megacompile.capture.refused_calls import outside_tracing
@@ -75,23 +75,19 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, given: Sequence[Tensor], made: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._given = set(map(storage_id, given))
         self._made = made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(isinstance(x, FakeTensor) for x in leaves):
+        kwargs = kwargs or {}
+        if any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
             raise _NotAloneError
-        if func._schema.is_mutable:
-            names = [a.name for a in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            for argument in func._schema.arguments:
-                target = given.get(argument.name)
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                if writes and isinstance(target, Tensor) and target.untyped_storage()._cdata in self._given:
-                    raise _NotAloneError
-        result = func(*args, **(kwargs or {}))
-        self._made += [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        given = given_by_name(func, args, kwargs)
+        written = [given.get(name) for name in written_names(func)]
+        if any(isinstance(x, Tensor) and storage_id(x) in self._given for x in written):
+            raise _NotAloneError
+        result = func(*args, **kwargs)
+        self._made += tensors_in(result)
         return result
 
 
@@ -135,7 +131,7 @@ class HostValues(TorchFunctionMode):
         for number, tensor in enumerate(traced):
             if isinstance(tensor, Tensor):
                 self._known[id(tensor)] = _Known(tensor, number, self._twin(tensor))
-                self._leaves.add(_storage(tensor))
+                self._leaves.add(storage_id(tensor))
         patches = [
             Patch(nn.Module, "__call__", self.module, "a call beside the trace is none of its modules'"),
             Patch(FakeTensor, "tolist", self.tolist, "torch reads each element by itself"),
@@ -308,8 +304,7 @@ class HostValues(TorchFunctionMode):
             return True
         if not isinstance(constant, Tensor) or isinstance(constant, FakeTensor):
             return False
-        storage = constant.untyped_storage()._cdata
-        if any(storage == made.untyped_storage()._cdata for made in self._made):
+        if storage_id(constant) in map(storage_id, self._made):
             raise CaptureError(
                 "A function of the model keeps a tensor that it made of the batch, and the forward reads it "
                 "elsewhere: let the function return it."
@@ -319,7 +314,7 @@ class HostValues(TorchFunctionMode):
     # How tensors are known.
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._known and _storage(tensor) not in self._lost
+        return id(tensor) in self._known and storage_id(tensor) not in self._lost
 
     def _twin_of(self, tensor: Tensor) -> Tensor:
         return self._known[id(tensor)].twin if self._is_known(tensor) else self._twin(tensor)
@@ -338,8 +333,8 @@ class HostValues(TorchFunctionMode):
         return bool(drawn_in(tree)) or any(self._known[id(x)].drawn for x in tensors_in(tree))
 
     def _lose(self, written: Sequence[Tensor]) -> None:
-        storages = {_storage(known.traced) for known in self._known.values()} if written else set()
-        self._lost |= storages & set(map(_storage, written))
+        storages = {storage_id(known.traced) for known in self._known.values()} if written else set()
+        self._lost |= storages & set(map(storage_id, written))
 
     def _record(
         self,
@@ -350,14 +345,14 @@ class HostValues(TorchFunctionMode):
         written: Sequence[Tensor],
     ) -> None:
         """Note a call that is traced, to make it for real where that is needed."""
-        if not self._leaves.isdisjoint(map(_storage, written)):  # which is refused: see refuse_mutations
+        if not self._leaves.isdisjoint(map(storage_id, written)):  # which is refused: see refuse_mutations
             self._lose(written)
             return
         drawn = self._is_drawn((args, kwargs))
         args, kwargs = self._placed((args, kwargs))
-        storages = set(map(_storage, written))
+        storages = set(map(storage_id, written))
         touched = (
-            [k.number for k in self._known.values() if _storage(k.traced) in storages] if written else []
+            [k.number for k in self._known.values() if storage_id(k.traced) in storages] if written else []
         )
         numbers = tuple(range(self._count, self._count + len(results)))
         self._count += len(results)
@@ -538,14 +533,6 @@ def own_functions(model: nn.Module) -> Iterator[tuple[Any, str]]:
         for name, value in list(vars(owner).items()):
             if isinstance(value, types.FunctionType) and name != "forward" and not name.startswith("__"):
                 yield owner, name
-
-
-def _storage(tensor: Tensor) -> int:
-    """The storage of a tensor, of a functorch wrapper what is inside."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
 
 
 def _identity(tree: Any) -> tuple[str, list[int]]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.capture.host_values import own_functions
 from megacompile.capture.patches import Patch, replaced, unpatched
 from megacompile.capture.refused_calls import none_refused, outside_tracing
@@ -65,7 +66,7 @@ class LossCall:
             for number, call in enumerate(self.calls):
                 with torch.set_grad_enabled(call.gradients and torch.is_grad_enabled()):
                     found = _placed(_called(call.function, call.args, call.kwargs, values))
-                if len(self.calls) > 1 and _known(found) != call.known:
+                if len(self.calls) > 1 and _structure(found) != call.known:
                     raise CaptureError(
                         f"{call.function.__name__}, which runs outside of the program, returns other numbers "
                         "or another structure than for the first batch, and the forward computes with them: "
@@ -136,9 +137,7 @@ class LossCut:
         returned = outputs.get("loss") if hasattr(outputs, "get") else outputs[0]
         if not isinstance(returned, _Later):
             raise UntraceableError("The forward does not compute its loss outside of the program.")
-        self.nbytes = sum(
-            x.nbytes for x in _tensor_leaves([(call.args, call.kwargs) for call in self._calls])
-        )
+        self.nbytes = sum(x.nbytes for x in tensors_in([(call.args, call.kwargs) for call in self._calls]))
         return LossCall(tuple(self._calls), returned.withheld.name, self)
 
     def _recorder(self, theirs: Any) -> property:
@@ -179,10 +178,10 @@ class LossCut:
                 raise UntraceableError(
                     "The loss reads parameters, or tensors of the trace, around the program."
                 )
-            if any(x._version for x in _tensor_leaves((real_args, real_kwargs))):
+            if any(x._version for x in tensors_in((real_args, real_kwargs))):
                 raise UntraceableError("The loss writes into what it is given.")
             self._values |= {(number, place): leaf for place, leaf in found.items()}
-            self._calls.append(_LossCall(function, args, kwargs, gradients, _known(found)))
+            self._calls.append(_LossCall(function, args, kwargs, gradients, _structure(found)))
 
             def later(place: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
@@ -221,13 +220,9 @@ def _placed(tree: Any) -> dict[Any, Any]:
     return dict(pytree.tree_flatten_with_path(tree)[0])
 
 
-def _known(found: Mapping[Any, Any]) -> dict[Any, Any]:
+def _structure(found: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return what a forward knows of a result: its structure, and what is no tensor."""
     return {place: Tensor if isinstance(leaf, Tensor) else leaf for place, leaf in found.items()}
-
-
-def _tensor_leaves(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def cuts(batch: Any, model: nn.Module) -> list[LossCut]:

@@ -89,13 +89,13 @@ class LossAtLengths:
         loss, gradients = self._run(short, batch)
         of_padded, gradients_of_padded = self._run(long, padded_batch)
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if not used or not set(used) <= set(self._with_positions) or not _equal(of_padded, loss):
+        if not used or not set(used) <= set(self._with_positions) or not _close(of_padded, loss):
             return False
         for gradient, padded in zip(gradients, gradients_of_padded, strict=True):
             if gradient is None or padded is None:
                 if gradient is not padded:
                     return False
-            elif bool(padded[:, n:].any()) or not _equal(padded[:, :n], gradient):
+            elif bool(padded[:, n:].any()) or not _close(padded[:, :n], gradient):
                 return False
         return True
 
@@ -194,7 +194,7 @@ class OutputsAtLengths(LossAtLengths):
         padded, of_padded = split(self._call(long, padded_batch))
         own = [x[:, : n - _LONG] if x.dim() > 1 else x for x in padded]
         alike = structure == of_padded and [x.shape for x in own] == [x.shape for x in found]
-        return alike and all(_equal(x.double(), y.double()) for x, y in zip(own, found, strict=True))
+        return alike and all(_close(x.double(), y.double()) for x, y in zip(own, found, strict=True))
 
     def _call(self, outputs: Sequence[Tensor], batch: dict[str, Any]) -> Any:
         return self.function(self.returned.structure.around(outputs), batch)
@@ -206,7 +206,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -
     return torch.randn(shape, dtype=torch.promote_types(dtype, torch.float32), generator=random)
 
 
-def _equal(found: Tensor, wanted: Tensor) -> bool:
+def _close(found: Tensor, wanted: Tensor) -> bool:
     """Within rounding, and finite."""
     largest = wanted.abs().max()
     return bool(largest.isfinite()) and bool((found - wanted).abs().max() <= _ROUNDING * largest)

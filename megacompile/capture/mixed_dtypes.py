@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.errors import CaptureError
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -56,7 +57,7 @@ class MixedDtypes(TorchFunctionMode):
 def _in_one_dtype(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The operands, those of float32 in the lower dtype that stands beside them; all in float32 where a
     parameter is."""
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = tensors_in((args, kwargs))
     low = {x.dtype for x in tensors if x.dtype in _LOW}
     if len(low) != 1:
         return args, kwargs
@@ -83,7 +84,7 @@ def _by_its_own_statistics(func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
     Refuse one that would change a raised copy of its running statistics, and not these.
     """
-    first, *others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    first, *others = tensors_in((args, kwargs))
     low = [x for x in others if x.dtype in _LOW and not isinstance(x, nn.Parameter)]
     if low and first.dtype == torch.float32:
         raise CaptureError(

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.capture.changed_buffers import buffer_snapshot
 from megacompile.capture.function_context import (
     FunctionContext,
@@ -188,7 +189,7 @@ class _OpaqueCall:
             if layout != self.layout:
                 apart = self.layout.apart(layout)
                 raise _NotForRealError(f"gives or keeps what differs from call to call ({apart})")
-        self.repeats = all(map(_equal, results, repeated))
+        self.repeats = all(map(_same_bits, results, repeated))
         self._result_forms = [_TensorForm.of(x) for x in results]
         if self._grad and self.graded and any(self._needs):
             given = self._saved_example()
@@ -353,7 +354,7 @@ class _Tensors:
         self.made: list[Tensor] = []
         self.numbers: list[int] = []
         self._given, self._device = given, given[0].device
-        self._known = {
+        self._examined = {
             _storage_address(x): (("given", i), x)
             for i, x in enumerate(given)
             if i not in changed and x.numel()
@@ -361,9 +362,9 @@ class _Tensors:
 
     def place(self, x: Tensor) -> _TensorPlace:
         """Put a tensor among those that are returned, and tell where."""
-        fresh, place = _fresh(x, self._known), _TensorPlace(len(self.made))
+        fresh, place = _fresh(x, self._examined), _TensorPlace(len(self.made))
         if fresh.numel():
-            self._known[_storage_address(fresh)] = ("result", place.number), fresh
+            self._examined[_storage_address(fresh)] = ("result", place.number), fresh
         self.made.append(fresh)
         return place
 
@@ -382,10 +383,10 @@ class _Tensors:
                 view = base.as_strided(*expected[1:3], base.storage_offset() + expected.offset)
                 if (x.data_ptr(), _TensorForm.of(x)) == (view.data_ptr(), _TensorForm.of(view)):
                     return expected
-            if _storage_address(x) not in self._known or not x.numel():
+            if _storage_address(x) not in self._examined or not x.numel():
                 place = self.place(x).number
                 return _Kept(("result", place), *_TensorForm.of(self.made[place])[:2], 0)
-            source, base = self._known[_storage_address(x)]
+            source, base = self._examined[_storage_address(x)]
             if x.dtype == base.dtype:
                 return _Kept(source, *_TensorForm.of(x)[:2], x.storage_offset() - base.storage_offset())
             place = self.place(x.clone()).number
@@ -416,14 +417,14 @@ def _fresh(x: Tensor, known: Container[int]) -> Tensor:
     return x.detach() if alone else x.detach().clone()
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
+def _same_bits(x: Tensor, y: Tensor) -> bool:
     return bool(
         torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))
     )
 
 
 def _arguments_written(given: Sequence[Tensor], before: Sequence[Tensor]) -> set[int]:
-    return {i for i, (x, y) in enumerate(zip(given, before, strict=True)) if not _equal(x, y)}
+    return {i for i, (x, y) in enumerate(zip(given, before, strict=True)) if not _same_bits(x, y)}
 
 
 def _uncounted(make: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -462,8 +463,8 @@ def draws_undone() -> Iterator[None]:
 
 def call_for_real(function: Any, name: str, needs: tuple[bool, ...], args: tuple[Any, ...], why: str) -> Any:
     """Put a call into the trace that runs for real, as torch cannot trace it."""
-    call, digest = _known(function, name, needs, args, why)
-    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    call, digest = _examined(function, name, needs, args, why)
+    tensors = tensors_in(args)
     with torch.no_grad():
         made = opaque([x.detach() for x in tensors], digest, bool(call.inputs))
         if not call.repeats:
@@ -490,10 +491,10 @@ def run_for_real(function: Any, name: str, args: tuple[Any, ...], why: str) -> t
     """
     needs = (False,) * len(args)
     results = call_for_real(function, name, needs, args, why)
-    return results, bool(_known(function, name, needs, args, why)[0].written)
+    return results, bool(_examined(function, name, needs, args, why)[0].written)
 
 
-def _known(
+def _examined(
     function: Any, name: str, needs: tuple[bool, ...], args: tuple[Any, ...], why: str
 ) -> tuple[_OpaqueCall, str]:
     """A call of this kind, which was examined, and the name under which operators find it."""

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megacompile.capture.call_tensors import tensors_in
 from megacompile.capture.patches import Patch
 from megacompile.capture.side_effects import writes
 from megacompile.kernels.registry import OpSpec, declare
@@ -261,8 +262,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 def _inner_results(first: _First, out: Any) -> list[Tensor]:
     """The tensors among the results of a layer that its calls made, each once."""
-    leaves = (x for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
-    return list({id(x): x for x in leaves if id(x) in first.inner}.values())
+    return list({id(x): x for x in tensors_in(out) if id(x) in first.inner}.values())
 
 
 def _returned(first: _First, out: Any, around: list[Tensor]) -> Any:

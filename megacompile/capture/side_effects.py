@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
+from megacompile.capture.call_tensors import storage_id, storage_of
 from megacompile.capture.fingerprint import attributes, tensors_of
 from megacompile.errors import CaptureError, UntraceableError
 from megacompile.graph.captured import strip
@@ -71,25 +72,18 @@ class _EffectsWatch(TorchFunctionMode):
                 self._asked[id(result)] = result, holds
             return result
         if name == "detach" and args[0].requires_grad:
-            storage = _storage(args[0])
+            storage = storage_of(args[0])
             self._detached[storage._cdata] = storage
         return func(*args, **(kwargs or {}))
 
     def _refuse_hidden_write(self, target: Tensor, name: str) -> None:
         unseen = target.requires_grad and not torch.is_grad_enabled()
-        behind = not target.requires_grad and _storage(target)._cdata in self._detached
+        behind = not target.requires_grad and storage_id(target) in self._detached
         if unseen or behind:
             raise CaptureError(
                 f"The forward calls {name} on a tensor of shape {tuple(target.shape)} that has a gradient, "
                 "where autograd does not see it: compute a new tensor instead."
             )
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or of what a transform such as vmap has wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.untyped_storage()
 
 
 def writes(name: str) -> bool:
@@ -236,7 +230,7 @@ def refuse_constants(
     exported: torch.export.ExportedProgram, model: nn.Module, replaced: list[object]
 ) -> None:
     """Refuse a forward that reads tensors which are others the next time, or are parameters."""
-    owners = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+    owners = {storage_id(p): name for name, p in model.named_parameters()}
     for spec in exported.graph_signature.input_specs:
         if spec.kind != InputKind.CONSTANT_TENSOR:
             continue
@@ -246,7 +240,7 @@ def refuse_constants(
             raise CaptureError(
                 f"The forward reads a tensor that another one left behind ({name}): {_WAY_OUT}"
             )
-        owner = owners.get(constant.untyped_storage()._cdata)
+        owner = owners.get(storage_id(constant))
         if owner is not None:
             raise CaptureError(
                 f"The forward reads the parameter {owner} around its module, as a function that closes over "

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacompile.kernels import decode_4bit, decode_8bit
 
-_Theirs: Any = object  # the class that one of ours comes before
+Theirs: Any = object  # the class that one of ours comes before
 
 
 class WeightCoding(Protocol):
@@ -287,7 +287,7 @@ def is_packed(parameter: Tensor) -> bool:
     return bool(getattr(vars(parameter).get("quant_state"), "packing_format_for_cpu", False))
 
 
-class _Read(_Theirs):
+class _Read(Theirs):
     """Comes before the class of a weight that was read: bitsandbytes' own would copy it into memory."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megacompile.capture.call_tensors import given_by_name, written_names
+
 aten = torch.ops.aten
 _KNOWN = {"aten", "prims", "megacompile"}
 _TENSORS = {"Tensor", "Optional[Tensor]"}
@@ -37,8 +39,8 @@ def return_writes(graph: fx.Graph) -> None:
 
 def _call_twin(graph: fx.Graph, node: fx.Node, twin: Any) -> None:
     target: Any = node.target
-    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    written: list[Any] = [given[n] for n in _written_names(target) if given.get(n) is not None]
+    given = given_by_name(target, node.args, node.kwargs)
+    written: list[Any] = [given[n] for n in written_names(target) if given.get(n) is not None]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     value = node.meta.get("val")
     with next(x.meta["val"] for x in written).fake_mode:
@@ -64,24 +66,18 @@ def _call_twin(graph: fx.Graph, node: fx.Node, twin: Any) -> None:
     graph.erase_node(node)
 
 
-def _written_names(target: Any) -> list[str]:
-    """The names of the arguments into which an operator writes."""
-    arguments = target._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
 @functools.cache
 def _twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """Define the operator that returns the written arguments, then the results; None where lists are written,
     or results are no new tensors."""
-    schema, written = target._schema, _written_names(target)
+    schema, written = target._schema, written_names(target)
     types = {str(a.type) for a in schema.arguments if a.name in written}
     if not types <= _TENSORS or any(str(r.type) != "Tensor" or r.alias_info for r in schema.returns):
         return None
     arguments = re.sub(r"\(\w+!?( -> [\w|]+)?\)", "", str(schema).partition("(")[2].rpartition(" -> ")[0])
 
     def returned(*args: Any, **kwargs: Any) -> list[Tensor]:
-        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        given = given_by_name(target, args, kwargs)
         copies = {n: given[n].clone() for n in written if given.get(n) is not None}
         made = target(**(given | copies))
         return [*copies.values(), *(() if made is None else (made,) if isinstance(made, Tensor) else made)]
