@@ -1096,13 +1096,13 @@ declare(
             mamba2_chunk_scan_flops,
             _launches(False, 4, 41, 2),
             _moved(13, 25, 6, 10),
-            teraflops=47,
+            teraflops=47,  # 1 × 4,096 tokens, 128 heads 64 wide, 8 groups of B and C 128 wide: 0.466 ms
         ),
         OpPass(
             mamba2_chunk_scan_backward_flops,
             _launches(True, 11, 94, 4),
             _moved(24, 48, 15, 25),
-            teraflops=53,
+            teraflops=53,  # 1.163 ms
         ),
         runs_kernels=_runs_kernels,
         eager=(

@@ -8,7 +8,7 @@ node with known cost. Which kernel runs a call is decided in :mod:`megacompile.k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -366,15 +366,21 @@ SOFTCAP, WINDOW = 50.0, 1024
 _SIZES = "batch", "heads", "groups", "tokens", "width"
 
 
-# torch's backward also sums rows and heads, fills zeros and converts.
+def _teraflops(plain: float, capped: float) -> Callable[[Arguments], float]:
+    return lambda given: capped if given["softcap"] else plain
+
+
+# torch's backward also sums rows and heads, fills zeros and converts. Rates are of heads 128 wide: causal at
+# 4,096 and 32,768 tokens 426 and 484 TFLOP/s, the backward 248 (275 by today's tiles) and 319; with a window
+# of 1,024 and a softcap at 4,096 tokens 227 and 176. Other widths were not timed.
 declare(
     OpSpec(
         "attention",
-        OpPass(attention_flops, teraflops=lambda given: 227 if given["softcap"] else 455),
+        OpPass(attention_flops, teraflops=_teraflops(455, 227)),
         OpPass(
             attention_backward_flops,
             lambda given: 3 if _runs_kernels(given) else 9,
-            teraflops=lambda given: 176 if given["softcap"] else 260,
+            teraflops=_teraflops(260, 176),
         ),
         runs_kernels=_runs_kernels,
         draws=(5, 11),

@@ -63,6 +63,8 @@ def _weighted(node: fx.Node, result: fx.Node, weights: fx.Node) -> Match | None:
     inner, outer = (value(n).shape[1] for n in (x, result))
     if inner > outer:
         raise NearMissError(f"the experts' inner rows are wider ({inner}) than their results ({outer})")
+    # Under float32 weights eager sums in float32, so that rounding a row before the product as well costs 1.2
+    # times eager's error in the mean square (8 experts a token).
     if not value(x).dtype == value(weights).dtype == value(result).dtype:
         raise NearMissError(f"its weights are {value(weights).dtype}, its rows {value(x).dtype}")
 

@@ -2,7 +2,8 @@
 
 In: a step with its blocks' functions, which run once on fake tensors of the GPU, their launches recorded:
 so what is compiled is what the step launches. Out: kernels in Triton's memory and in its cache on disk, and
-on the device. Of the work an eighth holds Python's lock; the rest is LLVM, ptxas and a C compiler.
+on the device. An eighth of the work holds Python's lock (0.9 of 7.4 s of CPU for the 24 kernels of a Llama of
+width 2048; Triton 3.6, an Intel Xeon); the rest is LLVM, ptxas and a C compiler.
 """
 
 from __future__ import annotations
