@@ -123,7 +123,7 @@ def start(setup: Setup, budget: str = "1GB", **options: Any) -> megacompile.Prog
     )  # fmt: skip
     frontend = program._session.compiler.frontend
     before = _CAPTURED.setdefault(setup, frontend)
-    frontend._fronts, frontend._compiled = before._fronts, before._compiled
+    frontend._fronts, frontend._made = before._fronts, before._made
     frontend._differentiated = _CAPTURED.setdefault("templates", {})
     return program
 
