@@ -77,57 +77,52 @@ def settle_mesh(
     if not world.ranks.undecided:
         return decided
 
+    def planned_on(shards: int) -> Tried:
+        ranks = replace(world.ranks, shards=shards)
+        try:
+            found = compiler.plan(decided.on_mesh(ranks), batch, mode)
+        except MegacompileError:  # a plan that was given is for the other
+            return Tried(ranks)
+        if isinstance(found, TooSmall):
+            return Tried(ranks)
+        compiled, planned = found
+        need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total
+        of_machine = (ranks.local * nbytes for nbytes in (need, settings.host_budget_bytes))
+        return Tried(ranks, planned.seconds, *of_machine)
+
     def decide() -> bytes:
-        return json.dumps(_chosen(compiler, decided, batch, mode, settings, checkpoint)).encode()
+        chosen = _of_checkpoint(world.ranks, checkpoint)
+        if chosen is None:
+            compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
+            chosen = _faster([planned_on(world.size), planned_on(world.local)])
+        return json.dumps(chosen).encode()
 
     shards, why = json.loads(world.from_first(decide))
     world.settle(shards, why)
-    decided = decided.on_mesh(world.ranks)
+    settled = decided.on_mesh(world.ranks)
     if world.ranks.replicas > 1:
-        decided = decided.within(settings.measure_room())  # other collectives hold other memory of a device
+        settled = settled.within(settings.measure_room())  # other collectives hold other memory of a device
     if world.rank == 0:
         _LOG.info("%s", why)
-    return decided
+    return settled
 
 
-def _chosen(
-    compiler: Compiler,
-    decided: Decisions,
-    batch: Batch,
-    mode: Mode,
-    settings: Settings,
-    checkpoint: Path | None,
-) -> tuple[int, str]:
+def _of_checkpoint(ranks: Ranks, checkpoint: Path | None) -> tuple[int, str] | None:
+    """Return the number of ranks that share the state in a checkpoint of as many ranks, and why."""
+    if checkpoint is None:
+        return None
+    replicas, shards = read_manifest(checkpoint.resolve())[0].mesh
+    if replicas * shards != ranks.size:
+        return None
+    return shards, f"mesh=({replicas}, {shards}) as in the checkpoint."
+
+
+def _faster(tried: Sequence[Tried]) -> tuple[int, str]:
     """Return the number of ranks that share the state, and why."""
-    ranks = settings.world.ranks
-    if checkpoint is not None:
-        replicas, shards = read_manifest(checkpoint.resolve())[0].mesh
-        if replicas * shards == ranks.size:
-            return shards, f"mesh=({replicas}, {shards}) as in the checkpoint."
-    compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
-    tried = [
-        _planned_on(replace(ranks, shards=shards), compiler, decided, batch, mode, settings)
-        for shards in (ranks.size, ranks.local)
-    ]
     best, other = _ranked(tried)
     took, seconds = best.ranks, format_seconds(best.seconds or 0.0)
     mesh = f"mesh=({took.replicas}, {took.shards})"
     return took.shards, f"{mesh}, {best.state}, for {seconds} a step as predicted: {other.verdict}."
-
-
-def _planned_on(
-    ranks: Ranks, compiler: Compiler, decided: Decisions, batch: Batch, mode: Mode, settings: Settings
-) -> Tried:
-    try:
-        found = compiler.plan(decided.on_mesh(ranks), batch, mode)
-    except MegacompileError:  # a plan that was given is for the other
-        return Tried(ranks)
-    if isinstance(found, TooSmall):
-        return Tried(ranks)
-    compiled, planned = found
-    need = host_bytes(compiled.assembly, settings.optimizer_state, planned.plan, planned.step).total
-    of_machine = (ranks.local * nbytes for nbytes in (need, settings.host_budget_bytes))
-    return Tried(ranks, planned.seconds, *of_machine)
 
 
 def _ranked(tried: Sequence[Tried]) -> list[Tried]:
