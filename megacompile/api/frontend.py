@@ -345,19 +345,34 @@ class Frontend:
             mode = front.fused.fake_mode
             templates = tuple(self._differentiate(t, mode, chunk) for t in part.templates)
         constants = sum(b.nbytes for b in self.constants(tiled.captured).values())
-        parameters = cut_parameters(self.laid_out(layout), tiled.cuts)
+        outside = front.captured.outside
+        assembly = self.assembled(part, templates, tiled.cuts, constants, layout, outside=outside)
+        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
+
+    def assembled(
+        self,
+        part: Partition,
+        templates: tuple[DifferentiatedTemplate, ...],
+        cuts: Cuts,
+        constants: int,
+        layout: StateLayout,
+        *,
+        outside: bool = False,
+    ) -> Assembly:
+        """The blocks of a partition with the model's state, laid out in this way; ``constants`` are the bytes
+        that all blocks read beside it, ``outside`` says that a loss outside starts the backward."""
+        parameters = cut_parameters(self.laid_out(layout), cuts)
         assembly = assemble(
             part,
             templates,
             parameters,
             constants,
             layout.groups,
-            outside=front.captured.outside,
+            outside=outside,
             ranks=layout.ranks,
             replicas=layout.replicas,
         )
-        assembly = with_state(assembly, self._form)
-        return Compiled(front.captured, front.fused, front.fusions, tiled, part, templates, assembly, chunk)
+        return with_state(assembly, self._form)
 
     def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
         """Templates of the same name and computation, in programs cut differently, are made once."""

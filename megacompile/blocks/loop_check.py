@@ -13,9 +13,8 @@ from megacompile.blocks.block_functions import BlockFunction
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.partition import Template
+from megacompile.graph.fusion_check import TOLERANCE
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of a result's scale, by the lowest precision among the template's inputs."""
 IGNORED = -100  # labels, every fifth
 _SMALL_SHARE = 1e-2
 """Of a function's largest result. Smaller ones may be sums of terms that cancel; their rounding does not."""

@@ -244,14 +244,19 @@ class RepeatedLayers:
 
 def _layer_kind(theirs: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what layers have in common that are likely to be equal: whether they are, their calls tell."""
-    settings = [(path, type(each).__name__, _settings(each)) for path, each in module.named_modules()]
     modes = tuple(map(id, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     forms = tuple(
         _tensor_layout(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, _CONSTANTS) else id(x)
         for x in leaves
     )
-    return repr(settings), modes, str(spec), forms, torch.is_grad_enabled(), torch.get_default_dtype()
+    return layer_settings(module), modes, str(spec), forms, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def layer_settings(layer: nn.Module) -> str:
+    """Return what layers that compute alike have in common: the classes of their modules by path, with their
+    plain attributes. Shapes of parameters are not in it."""
+    return repr([(path, type(each).__name__, _settings(each)) for path, each in layer.named_modules()])
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:

@@ -22,12 +22,11 @@ from torch import nn
 from megacompile.api.frontend import Compiled, Frontend, StateLayout
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.template_cache import differentiate_once
-from megacompile.blocks.weight_groups import assemble, cut_parameters
 from megacompile.capture.batch import Batch
+from megacompile.capture.repeated_layers import layer_settings
 from megacompile.cli.models import Model, build, optimizer_of
 from megacompile.graph.tile_cuts import Cuts
 from megacompile.kernels._triton import Gpu
-from megacompile.planner.group_state import with_state
 from megacompile.planner.tiling import TilingCandidate
 from megacompile.state.moment_formats import Form
 
@@ -50,7 +49,7 @@ class Repeated:
         optimizer: str = "adamw",
         form: Form = "fp32",
     ) -> None:
-        self._model, self._batch, self._form = model, batch, form
+        self._model, self._batch = model, batch
         frontend = functools.partial(
             _frontend,
             compute_dtype=compute_dtype,
@@ -110,16 +109,7 @@ class Repeated:
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())
-        parameters = cut_parameters(self._whole.laid_out(self._layout), cuts)
-        assembly = assemble(
-            part,
-            compiled.templates,
-            parameters,
-            constants,
-            ranks=self._layout.ranks,
-            replicas=self._layout.replicas,
-        )
-        assembly = with_state(assembly, self._form)
+        assembly = self._whole.assembled(part, compiled.templates, cuts, constants, self._layout)
         return replace(compiled, tiled=replace(compiled.tiled, cuts=cuts), part=part, assembly=assembly)
 
 
@@ -145,20 +135,16 @@ def _equal_layers(model: Model) -> _Layers | None:
         return None
     path, layers = lists[0]
     rows = [v for v in vars(model.text_config).values() if isinstance(v, (list, tuple)) and len(v) == count]
-    kinds = ((_signature(layer), *(str(row[i]) for row in rows)) for i, layer in enumerate(layers))
+    kinds = (
+        (layer_settings(layer), _shapes(layer), *(str(row[i]) for row in rows))
+        for i, layer in enumerate(layers)
+    )
     numbers: dict[object, int] = {}
     return _Layers(path, tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
 
 
-def _signature(layer: nn.Module) -> object:
-    """Return what tells one layer from another: classes, plain attributes but their index, shapes."""
-    return tuple(
-        (name, type(module).__name__,
-         tuple(sorted((k, v) for k, v in vars(module).items()
-                      if isinstance(v, (int, float, str)) and k != "layer_idx")),
-         tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters(recurse=False)))
-        for name, module in layer.named_modules()
-    )  # fmt: skip
+def _shapes(layer: nn.Module) -> object:
+    return tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
 
 
 def _kinds_of_layers(model: Model) -> tuple[object, ...]:
