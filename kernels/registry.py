@@ -36,7 +36,7 @@ class Twin:
 
 @dataclass(frozen=True)
 class OpPass:
-    """One torch operator of a declaration, its forward or its backward.
+    """One torch operator of a declaration: its forward, its backward, or both at once.
 
     ``flops`` counts its products, by shapes, and is registered with torch. ``launches`` are its kernels on a
     GPU. ``moved`` are the bytes that it reads and writes, where that is not each operand once, or nothing
@@ -55,7 +55,9 @@ class OpPass:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """The operator ``megacompile::name``, and ``megacompile::name_backward`` where it has a ``backward``.
+    """The operator ``megacompile::name``, ``megacompile::name_backward`` where it has a ``backward``, and
+    ``megacompile::name_with_gradients`` where it can make both at once: of the gradient of its first result
+    and its arguments, that result and what the backward returns.
 
     ``along`` says how it treats the positions of a sequence: each element alone, each row of the last
     dimension alone, or together, which is always right. ``runs_kernels``, of operators whose speed is that of
@@ -68,6 +70,7 @@ class OpSpec:
     name: str
     forward: OpPass = OpPass()
     backward: OpPass | None = None
+    with_gradients: OpPass | None = None
     along: Literal["elements", "rows", "mixing"] = "mixing"
     runs_kernels: Callable[[Arguments], bool] | None = None
     draws: tuple[int, int] | None = None
@@ -96,7 +99,8 @@ def declare(spec: OpSpec) -> None:
     """Register the declaration of an operator whose torch operators are registered."""
     SPECS[spec.name] = spec
     EAGER_FORMS.update((form.name, form) for form in spec.eager)
-    for name, part in ((spec.name, spec.forward), (f"{spec.name}_backward", spec.backward)):
+    passes = {"": spec.forward, "_backward": spec.backward, "_with_gradients": spec.with_gradients}
+    for name, part in ((spec.name + suffix, part) for suffix, part in passes.items()):
         if part is None:
             continue
         CALLED[name] = Called(spec, part)

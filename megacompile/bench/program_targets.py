@@ -53,8 +53,8 @@ def targets(calls: Calls) -> tuple[list[Target], list[str]]:
         if found is None:
             unknown.append(f"{call.op} on {' '.join(map(shape_text, call.shapes))} (×{count})")
             continue
-        operation, shape, kind = found
-        counts[operation, call.dtype, shape][kind] += count
+        operation, shape, passes = found
+        counts[operation, call.dtype, shape].update(dict.fromkeys(passes, count))
     made = [Target(*key, kinds["forward"], kinds["backward"]) for key, kinds in counts.items()]
     return sorted(made, key=lambda t: (list(OPERATIONS).index(t.operation), t.dtype, t.shape)), unknown
 

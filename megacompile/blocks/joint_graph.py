@@ -206,12 +206,12 @@ _JOINTS: WeakKeyDictionary[Template, Joint] = WeakKeyDictionary()
 def joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     """Trace a template's forward and backward and tell its nodes apart; made once while a template lives."""
     if template not in _JOINTS:
-        _JOINTS[template] = _joint_of(template, mode)
+        _JOINTS[template] = joint_in(trace_joint(template, mode), template)
     return _JOINTS[template]
 
 
-def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
-    graph = trace_joint(template, mode)
+def joint_in(graph: fx.Graph, template: Template) -> Joint:
+    """Tell the nodes of a template's joint graph apart."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     count = len(template.examples)
     inputs, tangents = placeholders[:count], placeholders[count:]
@@ -224,13 +224,14 @@ def _joint_of(template: Template, mode: FakeTensorMode) -> Joint:
     for k, node in enumerate(outs):
         refs.setdefault(node, ("out", k))
     fixed = {n for n, k in zip(inputs, template.kinds, strict=True) if k in ("weight", "buffer")}
-    moving = _depends_on(graph, [n for n in placeholders if n not in fixed])
+    moving = depends_on(graph, [n for n in placeholders if n not in fixed])
     static = frozenset(n for n in graph.nodes if n not in moving and not is_heavy(n))
-    backward = frozenset(_depends_on(graph, tangents))
+    backward = frozenset(depends_on(graph, tangents))
     return Joint(graph, outs, results[len(written) :], refs, backward, static, written)
 
 
-def _depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+def depends_on(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that some of these change, these included."""
     found = set(roots)
     for node in graph.nodes:
         if any(a in found for a in node.all_input_nodes):

@@ -84,17 +84,19 @@ def _work(node: fx.Node) -> tuple[int, float]:
     return flops(node), reached(given) if callable(reached) else reached
 
 
-def eager_use(call: KernelCall) -> tuple[str, Shape, str] | None:
-    """(eager form, its shape, which pass) of a call; None where the call is no use that has one."""
+def eager_use(call: KernelCall) -> tuple[str, Shape, tuple[str, ...]] | None:
+    """(eager form, its shape, which passes) of a call; None where the call is no use that has one."""
     op = CALLED.get(call.op)
     if op is None or not op.spec.eager:
         return None
     form, *_ = op.spec.eager
-    backward = op.part is op.spec.backward
+    others = {"forward": op.spec.backward, "backward": op.spec.forward}
     read, first = (
         [a.name for a in getattr(torch.ops.megacompile, name).default._schema.arguments]
         for name in (call.op, op.spec.name)
     )
-    behind = backward and first[0] in read  # else the gradient, of the same shape, stands in its place
+    # behind the gradient, unless that stands in its place, of the same shape
+    behind = op.part is not op.spec.forward and first[0] in read
     shape = form.shape_of(call.shapes[behind:], call.constants)
-    return None if shape is None else (form.name, shape, "backward" if backward else "forward")
+    passes = tuple(name for name, other in others.items() if op.part is not other)
+    return None if shape is None else (form.name, shape, passes)

@@ -29,7 +29,8 @@ from megacompile.blocks.differentiated_template import (
     PolicyFunctions,
     PolicyName,
 )
-from megacompile.blocks.joint_graph import Joint, Ref, extract, joint_of, without_statistics
+from megacompile.blocks.head_gradients import with_gradients_in_forward
+from megacompile.blocks.joint_graph import Joint, Ref, extract, joint_in, joint_of, without_statistics
 from megacompile.blocks.loop_check import disagreement
 from megacompile.blocks.partition import Template
 from megacompile.blocks.saved_sets import is_attention, keeps_all, keeps_narrow, saved_set
@@ -128,8 +129,8 @@ class _Cutter:
         self.joint = joint
         self.loops = loops
         self.lean = lean
-        # by function: results, given, and whether it writes into buffers
-        self._parts: dict[str, tuple[list[fx.Node], dict[fx.Node, Ref], bool]] = {}
+        # by function: its joint graph, results, given, and whether it writes into buffers
+        self._parts: dict[str, tuple[Joint, list[fx.Node], dict[fx.Node, Ref], bool]] = {}
 
     def run(self) -> DifferentiatedTemplate:
         prefix = identifier(self.template.name)
@@ -140,7 +141,7 @@ class _Cutter:
         if any(grad is not None for grad in self.joint.grads):
             everything = saved_set(self.joint, keeps_all)
             something = saved_set(self.joint, is_heavy)
-            policies["all"] = self._with_saved("all", prefix, everything, forward)
+            policies["all"] = whole = self._with_saved("all", prefix, everything, forward)
             if sum(_saved_bytes(something)) < sum(_saved_bytes(everything)):
                 policies["some"] = self._with_saved("some", prefix, something, forward)
                 narrow = saved_set(self.joint, keeps_narrow(self.joint))
@@ -149,10 +150,13 @@ class _Cutter:
             if forward.attention_flops[0] * _LARGE_SHARE >= forward.flops > 0:
                 attention = saved_set(self.joint, is_attention)
                 policies["attention"] = self._with_saved("attention", prefix, attention, forward)
-            policies["none"] = self._recomputed("none", prefix, everything, policies["all"], forward)
+            policies["none"] = self._recomputed("none", prefix, everything, whole, forward)
             if "some" in policies:
                 lean = self._recomputed("least", prefix, something, policies["some"], forward)
                 policies["least"] = lean
+            if (ahead := self._with_gradients_ahead(prefix, forward)) is not None:
+                found = {"some": replace(whole, name="some")} | policies | {"all": ahead}
+                policies = {name: found[name] for name in CHECKPOINT_POLICIES if name in found}
         else:
             policies = {
                 name: PolicyFunctions(name, forward, None, None, ())
@@ -172,6 +176,16 @@ class _Cutter:
         else:
             policies["none"] = PolicyFunctions("none", forward, None, None, ())
         return DifferentiatedTemplate(self.template.index, self.template.name, forward, policies)
+
+    def _with_gradients_ahead(self, prefix: str, plain: BlockFunction) -> PolicyFunctions | None:
+        """Functions whose forward makes a head's gradients and keeps these, None where there is no such head:
+        no product is formed twice, but a gradient of the head's weight is there before the backward."""
+        graph = with_gradients_in_forward(self.joint.graph, len(self.template.examples), self.mode)
+        if graph is None:
+            return None
+        ahead = _Cutter(self.template, joint_in(graph, self.template), self.mode, self.gpu)
+        ahead._parts = self._parts
+        return ahead._with_saved("all", f"{prefix}_ahead", saved_set(ahead.joint, keeps_all), plain)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
         """Functions compiled by Inductor where they can be; all that run the forward, or none of them, since
@@ -232,7 +246,7 @@ class _Cutter:
         }
         if part == "backward":
             given.update({n: ("saved", j) for j, n in enumerate(saved)})
-        self._parts[name] = [n for _, n in results], given, part == "forward"
+        self._parts[name] = self.joint, [n for _, n in results], given, part == "forward"
         graph, inputs = self._graph(name)
         owned = self._owned(graph, saved)
         share = self.template.share
@@ -240,9 +254,9 @@ class _Cutter:
 
     def _graph(self, name: str) -> tuple[fx.Graph, list[Ref]]:
         """A function's graph, made anew, and what its arguments are."""
-        results, given, writes = self._parts[name]
-        written = self.joint.written if writes else ()
-        graph, inputs = extract(self.joint.graph, [*results, *itertools.chain(*written)], given)
+        joint, results, given, writes = self._parts[name]
+        written = joint.written if writes else ()
+        graph, inputs = extract(joint.graph, [*results, *itertools.chain(*written)], given)
         output = graph.output_node()
         nodes: Any = output.args[0]
         output.args = (nodes[: len(results)],)

@@ -37,7 +37,7 @@ _FAR = 0.02  # from what is expected: starts are improved each by itself
 _FEW = 4  # blocks
 _FIRST = (1, 4)  # groups whose updates end a step, tried on the device: the program does not see them last
 _APART = (4, 8)  # of these groups, each number searched from by itself
-_CORRECTIONS = 6  # solutions of the linear program per start
+_CORRECTIONS = 10  # solutions of the linear program per start
 _EVERYTHING = 1e15  # bytes that no device has
 
 

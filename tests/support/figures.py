@@ -35,9 +35,10 @@ def product(root: Path) -> dict[Path, str]:
 
 
 def operators(texts: dict[Path, str]) -> set[str]:
-    """Return the names of our operators; a backward or an operator in place counts to its own."""
+    """Return the names of our operators; a backward, an operator with gradients or one in place counts to
+    its own."""
     names = {name for text in texts.values() for name in _REGISTERED.findall(text)}
-    return {re.sub(r"(_backward)?_?$", "", name) for name in names}
+    return {re.sub(r"(_backward|_with_gradients)?_?$", "", name) for name in names}
 
 
 def words(tree: ast.AST) -> Iterator[str]:
@@ -61,7 +62,11 @@ def words(tree: ast.AST) -> Iterator[str]:
 def naming(texts: dict[Path, str]) -> dict[str, list[Path]]:
     """Return, for each operator, the files that name it or one of its torch operators."""
     names = operators(texts)
-    forms = {name + suffix: name for name in names for suffix in ("", "_backward", "_", "_backward_")}
+    forms = {
+        name + suffix: name
+        for name in names
+        for suffix in ("", "_backward", "_", "_backward_", "_with_gradients")
+    }
     files: dict[str, list[Path]] = {name: [] for name in sorted(names)}
     for file, text in texts.items():
         for name in {forms[word] for word in words(ast.parse(text)) if word in forms}:

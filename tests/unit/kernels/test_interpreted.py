@@ -29,6 +29,7 @@ NAMES = {
 NAMES -= {"recurrent_layer", "recurrent_layer_backward"}  # which are torch's operators on any device
 NAMES -= {"attention", "attention_backward"}  # which choose among ours and torch's
 NAMES -= {"head_tile", "head_tile_backward", "take_rows", "put_rows"}  # which are torch's operators, too
+NAMES -= {"linear_cross_entropy_with_gradients"}  # whose kernels are those of the two passes
 NAMES -= {"uniform", "decode_4bit", "decode_8bit"}  # which are given no floating-point numbers
 EVERY = {*TYPES, *VALUES, "float64", "one row", "199 rows", "4096 columns", "strided"}
 

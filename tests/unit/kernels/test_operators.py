@@ -150,6 +150,17 @@ def _streaming() -> dict[str, tuple[object, ...]]:
         "rope_": (torch.randn(1, 2, 3, 6), cos, sin),
         "glu_backward_": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "silu"),
         "clamped_glu_backward_": (torch.randn(3, 5), torch.randn(3, 10), 7.0, 1.702, True),
+        "linear_cross_entropy_with_gradients": (
+            torch.rand(3),
+            torch.randn(3, 2),
+            torch.randn(30, 2),
+            torch.randn(30),
+            LABELS,
+            -100,
+            0.1,
+            5.0,
+            1,
+        ),
         "head_tile": (torch.randn(4, 3), torch.randn(7, 3), None, torch.tensor([0, 8, -2, 6]), 0.0, 64),
         "head_tile softcap": (
             torch.randn(2, 3),

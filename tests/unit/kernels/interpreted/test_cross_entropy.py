@@ -4,7 +4,11 @@ import torch.nn.functional as F
 from harness import DTYPES, compare, gradcheck, randn
 
 from megacompile.kernels.cross_entropy_tiles import LossTerms, accumulate, finish, gradient_, new_state
-from megacompile.kernels.linear_cross_entropy import linear_cross_entropy, tile_width
+from megacompile.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_gradients,
+    tile_width,
+)
 
 TERMS = {
     "plain": {},
@@ -50,7 +54,7 @@ def cross_entropy(logits, labels, **terms):
 def some_labels(rows, vocabulary, ignore_index=-100):
     labels = torch.randint(0, vocabulary, (rows,))
     labels[::7] = ignore_index
-    labels[-1] = vocabulary - 1
+    labels[-1:] = vocabulary - 1
     return labels
 
 
@@ -134,6 +138,57 @@ def test_linear_does_not_depend_on_the_tile_in_value():
     for workspace in (1, 17 * 4 * 512):
         part = linear_cross_entropy(hidden, weight, labels, workspace=workspace)
         torch.testing.assert_close(part, whole, rtol=1e-6, atol=1e-6)
+
+
+class WithGradients(torch.autograd.Function):
+    """A weighted sum of losses whose gradients are made with it."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, counts, terms):
+        loss, *made = linear_cross_entropy_with_gradients(
+            hidden, weight, labels, counts, bias, **terms, workspace=1
+        )
+        ctx.save_for_backward(*made)
+        return (loss @ counts).reshape(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dhidden, dweight, dbias = ctx.saved_tensors
+        return grad * dhidden, grad * dweight, grad * dbias if len(dbias) else None, None, None, None
+
+
+@pytest.mark.slow_cases(r"(dtype\d-plain|dtype0-all-F|dtype[12]-all-T)")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("terms", ["plain", "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_with_gradients(dtype, terms, bias):
+    """Two pieces of tokens, the last one ragged, of losses that count for more or less."""
+    torch.manual_seed(1)
+    tokens, width, vocabulary = 277, 41, 67
+    labels, counts = (
+        some_labels(tokens, vocabulary, TERMS[terms].get("ignore_index", -100)),
+        torch.rand(tokens),
+    )
+    inputs = [randn(tokens, width), randn(vocabulary, width, scale=0.3)]
+    inputs += [randn(vocabulary)] if bias else []
+    compare(
+        lambda h, w, b=None: WithGradients.apply(h, w, b, labels, counts, TERMS[terms]),
+        lambda h, w, b=None: eager(F.linear(h, w, b), labels, **TERMS[terms]).mul(counts).sum().reshape(1),
+        inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_gradients_are_those_of_the_backward(tokens):
+    """Of one piece, bit for bit: the same products."""
+    hidden, weight, labels = randn(tokens, 8), randn(41, 8), some_labels(tokens, 41)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    counts = torch.rand(tokens)
+    expected = torch.autograd.grad(loss @ counts, (hidden, weight))
+    found, *made, dbias = linear_cross_entropy_with_gradients(hidden, weight, labels, counts)
+    assert torch.equal(found, loss) and not len(dbias)
+    assert all(map(torch.equal, made, expected))
 
 
 def test_linear_gradcheck():
