@@ -22,7 +22,8 @@ from megacompile.graph.node_storage import reached
 from megacompile.graph.pattern_tools import Emitter, aten, is_call, operands, value
 from megacompile.kernels.registry import called
 
-_PROPORTIONAL = {  # what passes a gradient on in proportion to it, and the operands that may be the gradient
+# What passes a gradient on in proportion to it, and the operands that may be the gradient.
+_PROPORTIONAL: dict[Any, tuple[int, ...]] = {
     aten.alias.default: (0,),
     aten.clone.default: (0,),
     aten.expand.default: (0,),
