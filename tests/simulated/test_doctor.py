@@ -24,7 +24,7 @@ from tests.simulated.numbers import runtime
 def test_a_tiny_model_trains_as_by_plain_torch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_doctor, "OURS", {})  # their inputs are drawn on the device, which has no numbers
+    monkeypatch.setattr(gpu_doctor, "EAGER_FORMS", {})  # inputs would be drawn on the device, without numbers
     monkeypatch.setattr(gpu_doctor, "_update", lambda device: gpu_doctor.Finding("AdamW", True, "no numbers"))
     assert main(["doctor", "--gpu"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
