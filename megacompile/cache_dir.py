@@ -11,8 +11,9 @@ import os
 import shutil
 import stat
 import tempfile
-import warnings
 from pathlib import Path
+
+from megacompile.user_warning import warn_user
 
 
 def cache_folder() -> Path:
@@ -49,10 +50,7 @@ def _is_own(folder: Path) -> bool:
 
 @functools.cache  # so that it is said once
 def _is_not_used(folder: Path, why: str) -> bool:
-    warnings.warn(
-        f"{folder} {why}, so nothing is kept in it: remove it, or name your own by XDG_CACHE_HOME.",
-        stacklevel=2,
-    )
+    warn_user(f"{folder} {why}, so nothing is kept in it: remove it, or name your own by XDG_CACHE_HOME.")
     return False
 
 

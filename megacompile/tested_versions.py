@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import warnings
+
+from megacompile.user_warning import warn_user
 
 TESTED = {
     "torch": ("2.11", "2.15"),
@@ -44,10 +45,9 @@ def warn_of_newer() -> None:
 
 @functools.cache  # so that it is said once
 def _warn(name: str, version: str) -> None:
-    warnings.warn(
+    warn_user(
         f"{name} {version} is newer than what megacompile is tested with ({describe_tested(name)}): if "
-        f"something fails, try {name} {TESTED[name][1]}.",
-        stacklevel=4,
+        f"something fails, try {name} {TESTED[name][1]}."
     )
 
 

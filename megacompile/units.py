@@ -6,11 +6,11 @@ import contextlib
 import math
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megacompile.errors import BudgetError
+from megacompile.user_warning import warn_user
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -28,10 +28,9 @@ def parse_bytes(value: float | str, *, what: str, available: int, grows: bool = 
     """
     nbytes = _parse(value, what, available)
     if nbytes > available and grows:
-        warnings.warn(
+        warn_user(
             f"{what}={value!r} is {format_bytes(nbytes)}, and only {format_bytes(available)} are free here "
-            "now: unless this machine's memory grows as it is used, the system may end the process.",
-            stacklevel=4,
+            "now: unless this machine's memory grows as it is used, the system may end the process."
         )
     elif nbytes > available:
         raise BudgetError(

@@ -6,7 +6,6 @@ for each, whose key says which program it runs on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +31,7 @@ from megacompile.capture.padding import (
 )
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.graph.forward_outputs import OutputsFn, identity
+from megacompile.user_warning import warn_user
 
 _DOCUMENTS_MEET = (
     "position_ids start again within a row that has an attention_mask: the documents of a row see each "
@@ -63,7 +63,7 @@ class Intake:
             item, withheld = (item, {}) if cut is None else cut.divided(item)
             kwargs = dict(item.items()) if hasattr(item, "items") else {}
             if not self._told and is_transformers(model) and documents_meet(kwargs):
-                warnings.warn(_DOCUMENTS_MEET, stacklevel=2)
+                warn_user(_DOCUMENTS_MEET)
                 self._told = True
             own = (outputs or self._loss_fn) if divides(kwargs, self._loss_fn, outputs) else None
             batch = read_batch(

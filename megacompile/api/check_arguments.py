@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from megacompile.errors import MegacompileError
 from megacompile.state.master_layout import is_dense
 from megacompile.state.model_ownership import is_owned
 from megacompile.state.scratch_files import check_directories
+from megacompile.user_warning import warn_user
 
 
 def check_settings(
@@ -101,11 +101,10 @@ def _refuse_coded(model: nn.Module) -> None:
             )
     settle(model)
     if rounding is not None:
-        warnings.warn(
+        warn_user(
             f"{rounding} and other 8-bit weights of bitsandbytes are decoded, and the inputs of their layers "
             "are not rounded, as where bitsandbytes trains on a CPU. On a GPU, and wherever it evaluates, it "
-            "rounds these inputs to 8 bits too, so its losses there differ by that rounding.",
-            stacklevel=4,
+            "rounds these inputs to 8 bits too, so its losses there differ by that rounding."
         )
 
 

@@ -6,7 +6,6 @@ to hide. What graphs have shown of that, and the seconds that padding has cost e
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +38,7 @@ from megacompile.capture.padding import (
 from megacompile.capture.rotary_frequencies import turning_lengths
 from megacompile.errors import CaptureError
 from megacompile.graph.forward_outputs import Returned, all_outputs
+from megacompile.user_warning import warn_user
 
 _COUNTS = (
     "loss_fn is not known to ignore padding, so each length of batch is compiled as a program of its own: "
@@ -200,7 +200,7 @@ class Padder:
 
     def _tell(self) -> None:
         if not self._told:
-            warnings.warn(_COUNTS, stacklevel=2)
+            warn_user(_COUNTS)
         self._told = True
 
     def _judged(self, longer: Batch, known: bool) -> bool:

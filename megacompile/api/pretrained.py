@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megacompile.errors import MegacompileError
 from megacompile.json_codec import parse_json
 from megacompile.state.safetensors_io import open_shard
 from megacompile.text_files import read_text
+from megacompile.user_warning import warn_user
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -143,7 +143,7 @@ class Shards:
         extra = sorted(set(self._files) - known)
         if extra:
             text = f"{self._folder} holds {extra[0]} and {len(extra) - 1} more that the model has not."
-            warnings.warn(text, stacklevel=3)
+            warn_user(text)
 
     def read(self, name: str) -> Tensor:
         """A parameter's value: mapped from its file, or, where transformers merges several, made."""

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +65,7 @@ from megacompile.state.model_values import Lending
 from megacompile.state.optimizer import check_settings, restore_settings, settings_of
 from megacompile.state.saved_values import saved_masters
 from megacompile.state.snapshot import Snapshot
+from megacompile.user_warning import warn_user
 
 _Owner = TypeVar("_Owner", bound=DeviceWeights)
 
@@ -94,7 +94,7 @@ def cuts_loss(method: M) -> M:
                 attempts.outcome = loss.failed(error, lambda: session.intake.cuts(batch))
         result, loss = attempts.get(), attempts.how
         if loss.cut is not None and loss.why is not None:
-            warnings.warn(warning(program.model, loss.cut, loss.why), stacklevel=4)
+            warn_user(warning(program.model, loss.cut, loss.why))
         return result
 
     return cast("M", call)

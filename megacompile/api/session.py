@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -64,6 +63,7 @@ from megacompile.state.plain_loop import watch_plain_loop
 from megacompile.state.several_optimizers import members_of
 from megacompile.state.torch_optimizer import TorchOptimizer
 from megacompile.units import format_bytes
+from megacompile.user_warning import warn_user
 
 CLOSED = "The program was closed: compile the model again to train on."
 _LOG = logging.getLogger("megacompile.compiler")  # trainers show what the compiler tells
@@ -238,7 +238,7 @@ class Session:
         if not self.is_new(why):
             return
         text = f"Compiling another program, for a batch of {shapes}{why}: {way_out}, to compile less."
-        warnings.warn(text, stacklevel=6)
+        warn_user(text)
 
     def _first_program(self, batch: Batch, mode: Mode, resumed: Path | None) -> Decisions | TooSmall:
         """The decisions with the program for a kind of batch, its kernels loaded; planned again as long as
@@ -334,10 +334,9 @@ class Session:
         if self.inconsistent not in ("", CLOSED):
             raise ProgramError(self.inconsistent)
         if self.calls and self.updates_by(optimizer):
-            warnings.warn(
+            warn_user(
                 "The moments of this optimizer went with the closed program that held them, and start from "
-                "zero: program.save before, and load after, carry them over.",
-                stacklevel=5,
+                "zero: program.save before, and load after, carry them over."
             )
         with self.world.together():
             self.release()
@@ -436,10 +435,9 @@ class Session:
         try:
             room = min(before.less(), self.settings.measure_room(), key=lambda room: room.budget_bytes)
             more = format_bytes(before.budget_bytes - room.budget_bytes)
-            warnings.warn(
+            warn_user(
                 f"{error} The program is planned again within {more} less, and the step repeated: please "
-                "report this.",
-                stacklevel=6,
+                "report this."
             )
             self._plan_within(room, scheduled)
             return self.schedule(batch, mode)

@@ -8,7 +8,6 @@ second-level cache is overwritten.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from megacompile.runtime.device_failures import first_line
+from megacompile.user_warning import warn_user
 
 Call = Callable[[], object]
 WARMUP, MIN_REPEATS, MAX_REPEATS, SPEND_MS = 3, 10, 200, 300.0
@@ -96,10 +96,7 @@ class CudaTimer:
         except RuntimeError as error:  # it synchronises, or allocates what a capture forbids
             torch.cuda.synchronize()
             self.captures = False
-            warnings.warn(
-                f"A CUDA graph cannot be captured ({first_line(error)}): calls are now timed without.",
-                stacklevel=3,
-            )
+            warn_user(f"A CUDA graph cannot be captured ({first_line(error)}): calls are now timed without.")
             self._end_capture(pool)
             return call, False
         return graph.replay, True

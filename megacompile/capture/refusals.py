@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import module_path, strip
 from megacompile.kernels.sdpa import attention
+from megacompile.user_warning import warn_user
 
 aten = torch.ops.aten
 _PRODUCT_OPERATORS = {
@@ -38,10 +38,9 @@ def is_cuda(tensor: Tensor) -> bool:
     asked = sys._getframe(1)
     if _has_gpu() and asked.f_globals.get("__name__", "").split(".")[0] not in ("torch", "megacompile"):
         place = f"{Path(asked.f_code.co_filename).name}:{asked.f_lineno}"
-        warnings.warn(
+        warn_user(
             f"The forward asks at {place} whether a tensor is on a GPU: it is captured as on a CPU, and "
-            "every device runs the branch that a CPU takes.",
-            stacklevel=2,
+            "every device runs the branch that a CPU takes."
         )
     return bool(Tensor.is_cuda.__get__(tensor))  # type: ignore[attr-defined]
 

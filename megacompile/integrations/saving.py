@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megacompile.integrations.trainer_steps import TrainerSteps
 from megacompile.state.atomic_folder import adding_to, is_of_disk
 from megacompile.state.model_export import Description, describe, export_model
 from megacompile.state.saved_values import saved_values
+from megacompile.user_warning import warn_user
 
 
 class Writing:
@@ -111,7 +111,7 @@ class Writing:
         self._state.best_model_checkpoint = self._best_before
         if self._world.rank == 0:
             text = f"The disk did not take {self.folder}, which was removed; training goes on: {error}"
-            warnings.warn(text, stacklevel=2)
+            warn_user(text)
 
     def wait(self) -> None:
         """Return when it is over, and told."""

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megacompile.own_files import make_own_folder
 from megacompile.state.atomic_folder import sync
 from megacompile.state.checkpoint_manifest import UNSEALED, read_manifest
 from megacompile.text_files import read_text
+from megacompile.user_warning import warn_user
 
 STATE = "program"
 _UNFINISHED = "unfinished"
@@ -80,7 +80,7 @@ def check_checkpoint(folder: Path) -> Path:
         _read_small(file)
     manifest, _ = read_manifest(folder / STATE)
     if not checked and manifest.version > UNSEALED:  # else loading it says so
-        warnings.warn(f"{folder} has no {_CHECKSUMS}: its small files are unchecked.", stacklevel=2)
+        warn_user(f"{folder} has no {_CHECKSUMS}: its small files are unchecked.")
     return folder / STATE
 
 

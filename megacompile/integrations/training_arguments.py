@@ -9,7 +9,6 @@ no effect, or refused.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +18,7 @@ from torch import nn
 from megacompile.distributed.ranks import find_ranks
 from megacompile.errors import MegacompileError
 from megacompile.state.moment_formats import StateFormat
+from megacompile.user_warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,7 +163,7 @@ def settle(arguments: Any, config: MegacompileConfig) -> MegacompileConfig:
     if idle and arguments.process_index == 0:
         reasons = "; ".join(dict.fromkeys(NO_EFFECT[name] for name in idle))
         text = f"TrainingArguments that have no effect here: {', '.join(idle)} ({reasons})."
-        warnings.warn(text, stacklevel=5)
+        warn_user(text)
     arguments.activation_checkpointing = arguments.gradient_checkpointing = False
     arguments.enable_jit_checkpoint = False  # else its handler is left behind
     kernels, arguments.use_liger_kernel = arguments.use_liger_kernel, False  # else the model is patched

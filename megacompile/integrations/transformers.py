@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from megacompile.state.masters import Weights
 from megacompile.state.model_ownership import is_owned
 from megacompile.state.moment_formats import StateFormat
 from megacompile.state.several_optimizers import Several
+from megacompile.user_warning import warn_user
 
 __all__ = [
     "MegacompileConfig",
@@ -183,7 +183,7 @@ class Mixin(_Upstream):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None and self.is_world_process_zero():
                 text = f"{self.args.output_dir} has no whole checkpoint: training starts from the beginning."
-                warnings.warn(text, stacklevel=2)
+                warn_user(text)
         named = self._naming_failures()
         with self._interruption.handled(self), steps.progress.told(), named, steps.lending.training():
             try:
@@ -429,7 +429,7 @@ class Generator:
                 with self._trainer._steps.programmed().rollout() as model:
                     return model.generate(**inputs)
             except BudgetError as error:
-                warnings.warn(f"Texts are made on the host, which is slow. {error}", stacklevel=2)
+                warn_user(f"Texts are made on the host, which is slow. {error}")
         return self._model.generate(**inputs)
 
 

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import heapq
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from megacompile.integrations.transformers import Mixin
 from megacompile.state.checkpoint_manifest import read_manifest
 from megacompile.state.model_ownership import is_owned
 from megacompile.units import host_available, parse_bytes
+from megacompile.user_warning import warn_user
 
 __all__ = [
     "DPOConfig",
@@ -303,7 +303,7 @@ def _tell_of_dropped(dropped: int, rows: int, length: int | None) -> None:
     text = f"{dropped} of {rows} rows have nothing to learn from in their first {length} tokens (max_length)"
     if dropped == rows:
         raise MegacompileError(f"{text}: give more, or shorten the prompts.")
-    warnings.warn(f"{text}: they are left out.", stacklevel=2)
+    warn_user(f"{text}: they are left out.")
 
 
 class ReferenceModel(TokenModel):

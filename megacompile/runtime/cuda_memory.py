@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from megacompile.runtime.pinned_memory import PageLocked, first_page, page_lock,
 from megacompile.runtime.staging import PIECE_BYTES, PIECES
 from megacompile.schedule.step import Step
 from megacompile.units import format_bytes
+from megacompile.user_warning import warn_user
 
 _REGISTERED_FROM = 1 << 20  # bytes; smaller buffers may share pages with others
 _ANCHORED_SECONDS = 100.0  # after which the clocks are set anew: CUDA tells of milliseconds in float32
@@ -336,10 +336,9 @@ def set_allocator(device: torch.device) -> bool:
         if failure_of(device):
             raise
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:False,{pages}")
-        warnings.warn(
+        warn_user(
             f"The driver gives torch's allocator no segments that grow ({first_line(error)}). Plans leave an "
-            f"eighth of hbm_budget to segments of fixed sizes.",
-            stacklevel=2,
+            f"eighth of hbm_budget to segments of fixed sizes."
         )
         return False
     return True

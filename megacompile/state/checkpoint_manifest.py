@@ -9,7 +9,6 @@ no digest, and no checksums of headers: its numbers are as likely as they look.
 from __future__ import annotations
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megacompile.state.atomic_folder import recover
 from megacompile.state.checkpoint_layout import SavedLayout, by_whole, join_pieces
 from megacompile.state.safetensors_io import DTYPES, open_shard
 from megacompile.text_files import read_text
+from megacompile.user_warning import warn_user
 
 MANIFEST = "checkpoint.json"
 VERSION = 2
@@ -130,7 +130,7 @@ def say_unchecked(folder: Path, manifest: Manifest) -> None:
             f"{folder / MANIFEST} is of an older version, without a digest: its numbers are unchecked, the "
             "weights are not. The next checkpoint has one."
         )
-        warnings.warn(text, stacklevel=2)
+        warn_user(text)
 
 
 def places_of(folder: Path, files: dict[str, ShardFile]) -> Places:

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from megacompile.errors import DiskError, MegacompileError
 from megacompile.state.atomic_folder import adding_to, replacing
 from megacompile.state.model_values import persistent_buffers
 from megacompile.state.safetensors_io import save_shard
+from megacompile.user_warning import warn_user
 
 SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
@@ -206,8 +206,7 @@ def copy_processor(source: Path | None, folder: Path, *, known: Path) -> None:
             with target.open("rb") as given, (folder / file.name).open("xb") as copied:
                 shutil.copyfileobj(given, copied)
         else:
-            warnings.warn(
+            warn_user(
                 f"{file} was not copied to {known}: it is a link to {target}, outside of the model's folder. "
-                "Copy that file into the exported folder if it belongs to the model.",
-                stacklevel=2,
+                "Copy that file into the exported folder if it belongs to the model."
             )

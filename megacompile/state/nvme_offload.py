@@ -11,7 +11,6 @@ they mean does not matter here.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from megacompile.state.host_arena import HostArena, padded
 from megacompile.state.moment_formats import FlatArray, Form, group_arrays
 from megacompile.state.nvme import Storage
 from megacompile.state.torch_optimizer import TorchOptimizer
+from megacompile.user_warning import warn_user
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,9 @@ class Offload:
             if not change:
                 raise
             self._buffers[0][: self.places[group].storage_bytes].zero_()
-            warnings.warn(
+            warn_user(
                 f"{self._state[group].capitalize()} was lost on storage: what of it is not loaded "
-                "now starts from zero.",
-                stacklevel=2,
+                "now starts from zero."
             )
 
     def write_back(self) -> None:

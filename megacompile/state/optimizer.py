@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megacompile.state.optimizer_state import Numbers
 from megacompile.state.param_group import GroupSettings, initial_state
 from megacompile.state.several_optimizers import Several, members_of
 from megacompile.state.torch_optimizer import TorchOptimizer
+from megacompile.user_warning import warn_user
 
 DEFAULT_LR = 1e-5
 
@@ -38,7 +38,7 @@ def adopt(
     if isinstance(optimizer, (list, tuple)):
         optimizer = Several(optimizer)
     if optimizer is None:
-        warnings.warn(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.", stacklevel=3)
+        warn_user(f"No optimizer given: AdamW with lr={DEFAULT_LR} is used.")
         optimizer = torch.optim.AdamW(trainable, lr=DEFAULT_LR)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MegacompileError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from megacompile.user_warning import warn_user
 
 _gradient_of: Any = Tensor.grad.__get__  # type: ignore[union-attr]  # one that a program keeps refuses to be read
 
@@ -42,9 +43,8 @@ class _StepWatch:
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
         self._told = True
-        warnings.warn(
+        warn_user(
             f"This step of {type(optimizer).__name__} trains the model in plain PyTorch, without the memory "
             "budget of its megacompile program, which has run nothing yet: call program.train_step(batch) in "
-            "the place of forward, backward and step.",
-            stacklevel=3,
+            "the place of forward, backward and step."
         )

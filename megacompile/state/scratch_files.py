@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import stat
-import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from megacompile.own_files import make_own_folder, refuse_link
 from megacompile.printable import printable
 from megacompile.text_files import path_of
 from megacompile.units import format_bytes
+from megacompile.user_warning import warn_user
 
 _LOCK = "megacompile.lock"
 _PATTERN = "megacompile-*.scratch"
@@ -111,12 +111,11 @@ def create_file(path: Path, nbytes: int) -> int:
             raise _unusable(folder, error) from error
         path.unlink(missing_ok=True)
         file = os.open(path, flags, 0o600)
-        warnings.warn(
-            f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and are slower.",
-            stacklevel=2,
+        warn_user(
+            f"offload_dir={str(folder)!r} has no direct I/O: transfers pass the page cache and are slower."
         )
     if _file_system(folder) in ("tmpfs", "ramfs"):
-        warnings.warn(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.", stacklevel=2)
+        warn_user(f"offload_dir={str(folder)!r} is kept in RAM, so that it saves none.")
     try:
         take_space(file, folder, nbytes)
     except BudgetError:

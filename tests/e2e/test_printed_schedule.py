@@ -79,6 +79,7 @@ def test_another_program_is_told_of_once_for_each_reason() -> None:
     first, second = (str(w.message) for w in caught)
     assert "for a batch of (3, " in first and "pad batches to few lengths" in first
     assert "modes or attributes" in second
+    assert {w.filename for w in caught} == {__file__}
     program.close()
 
 
