@@ -85,19 +85,31 @@ Drawn and tried by `python -m benchmarks.fuzz_models`: a type of model that tran
 configuration of it, random batches (lengths, masks, packing, several per step) and ways to train (param
 groups, clipping, accumulation, frozen parts, LoRA, evaluation in between, weights in pieces), each in one
 dtype at three budgets, judged beside eager PyTorch as on [the page of architectures](models.md).
-`python -m benchmarks.fuzz_models --seed SEED --trials 1` repeats a row.
+`python -m benchmarks.fuzz_models --seed SEED --trials 1` repeats one; its seed stands behind the model.
 """
 
 
 def page(results: list[Result]) -> str:
-    """All trials in Markdown."""
+    """All trials in Markdown: those that are right as lists of seeds, the others by what happened."""
     results = sorted(results, key=lambda r: r["seed"])
     counts = Counter(r["status"] for r in results).most_common()
     tally = f"{len(results)} trials: " + ", ".join(f"{n} {status}" for status, n in counts) + "."
-    rows = [f"| {r['seed']} | {r['name']} | {r['status']} | {cell(r['reason'], 160)} |" for r in results]
-    return "\n".join(
-        [_INTRODUCTION, tally, "", "| seed | model | verdict | why |", "|--:|---|---|---|", *rows, ""]
-    )
+    right: dict[str, dict[str, list[str]]] = {}
+    rest: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        model, _, dtype = result["name"].rpartition(" ")
+        if result["status"] == "right":
+            right.setdefault(dtype, {}).setdefault(model, []).append(str(result["seed"]))
+        else:
+            verdict = (result["status"], cell(result["reason"], 160))
+            rest.setdefault(verdict, []).append(f"{result['name']} {result['seed']}")
+    parts = [_INTRODUCTION, tally, "", "## Right", ""]
+    for dtype, models in right.items():
+        rows = (f"{model} {' '.join(seeds)}" for model, seeds in sorted(models.items()))
+        parts.append(f"- {dtype}: {', '.join(rows)}.")
+    parts += ["", "## All others", "", "| verdict | why | models and seeds |", "|---|---|---|"]
+    parts += [f"| {status} | {why} | {', '.join(who)} |" for (status, why), who in sorted(rest.items())]
+    return "\n".join(parts) + "\n"
 
 
 def summary(results: list[Result]) -> str:

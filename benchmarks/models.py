@@ -94,18 +94,19 @@ the code: `--again` makes all of them anew.
 Each is a small model on the CPU backend. It trains for three steps with clipping and AdamW beside eager
 PyTorch, at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, where that is
 more), and the least feasible.
+{peaks}
 
-- *Distance* is to eager PyTorch with the same operators for attention, dropout, the gated delta rule and
-  Mamba-2's scan; other tests compare these with the model's own. "bitwise": losses, norms and all weights
+- The first distance is to eager PyTorch with the same operators for attention, dropout, the gated delta rule
+  and Mamba-2's scan; other tests compare these with the model's own. "bitwise": losses, norms and all weights
   after three steps are equal bit for bit (in bf16, where eager has no FP32 masters, all gradients of the
   first step). A number is the largest distance of a gradient over the three budgets, in parts of its
   tensor's scale.
+- The second distance is the same with `kernels=True` and [the kernels that it
+  places](#which-kernels-are-placed).
 - The rule: fp32 stays within 1e-5 (or is no farther from fp64 than fp32 eager is, plus 1e-5). bf16 is no
   farther from fp32 than plain bf16 eager is, plus 1e-2. Fused kernels may add 5e-4 (fp32) and 1e-2 (bf16).
-  Where one run of bf16 eager does not suffice to judge (marked ~), six runs from weights rounded otherwise
-  say it too, by their largest error, or their mean and four standard deviations.
-- *Peak* says whether measured bytes equal predicted ones at all budgets.
-- *Kernels* counts what `kernels=True` places.
+  One run of bf16 eager does not suffice to judge the models marked ~. For them, six runs from weights rounded
+  otherwise say it too, by their largest error, or their mean and four standard deviations.
 
 In all, pairs of a model and a dtype:
 """
@@ -121,7 +122,7 @@ _TITLES = {
 
 
 def page(results: list[Result]) -> str:
-    """The whole page in Markdown."""
+    """The whole page in Markdown: a row for each model, with both dtypes."""
     import transformers
 
     from tests.support.zoo import cases
@@ -131,37 +132,84 @@ def page(results: list[Result]) -> str:
         f"- {dtype}: " + ", ".join(f"{n} {s}" for (s, d), n in sorted(counts.items()) if d == dtype)
         for dtype in DTYPES
     ]
+    models: dict[str, dict[str, Result]] = {}
+    for result in results:
+        models.setdefault(result["name"], {})[result["dtype"]] = result
     right = [r for r in results if r["status"] == "right"]
-    rest = [r for r in results if r["status"] != "right"]
-    parts = [_INTRODUCTION.format(version=transformers.__version__), *summary, "", "## What trains", ""]
+    intro = _INTRODUCTION.format(version=transformers.__version__, peaks=_peaks(right))
+    parts = [intro, *summary, "", "## What trains"]
     missing = 2 * len(cases()) - len(results)
     if missing:
         parts.insert(1, f"Not tried yet: {missing} of {2 * len(cases())} pairs of architecture and dtype.\n")
-    parts += [
-        "| architecture | kind | dtype | parameters | blocks / templates | distance | peak | kernels | "
-        "distance with kernels |",
-        "|---|---|---|--:|--:|--:|---|---|--:|",
-        *map(_row, right),
-    ]
+    parts += _trained(models) + _placed(models)
     for status, title in _TITLES.items():
-        rows = [r for r in rest if r["status"] == status]
+        rows = _reasons([r for r in results if r["status"] == status])
         if rows:
-            parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|"]
-            parts += [f"| {r['name']} | {r['dtype']} | {cell(r['reason'], 400)} |" for r in rows]
+            parts += ["", f"## {title}", "", "| architecture | dtype | why |", "|---|---|---|", *rows]
     return "\n".join(parts) + "\n"
 
 
-def _row(result: Result) -> str:
-    budgets = result["budgets"].values()
-    exact = all(b["peak_bytes"] == b["predicted_bytes"] for b in budgets)
-    worst = max(abs(1 - b["peak_bytes"] / b["predicted_bytes"]) for b in budgets)
-    kernels = ", ".join(f"{n} {k}" for k, n in result["placed"].items())
-    return (
-        f"| {result['name']} | {result['kind']} | {result['dtype']} | {result['parameters'] / 1e3:.0f} k | "
-        f"{result['blocks']} / {result['templates']} | {_distance(max(b['distance'] for b in budgets))} | "
-        f"{'exact' if exact else f'{worst:.1%} off'} | {kernels or '–'} | "
-        f"{_distance(result['fused_distance'])}{' ~' if result.get('by_chance') else ''} |"
-    )
+def _peaks(right: list[Result]) -> str:
+    """The sentence on measured and predicted peaks."""
+    inexact = []
+    for result in right:
+        worst = max(abs(1 - b["peak_bytes"] / b["predicted_bytes"]) for b in result["budgets"].values())
+        if worst:
+            inexact.append(f"{result['name']} in {result['dtype']} ({max(worst, 0.001):.1%} at most)")
+    but = f", except for {', '.join(inexact)}" if inexact else ""
+    return f"The measured peak is the predicted one to the byte{but}."
+
+
+def _trained(models: dict[str, dict[str, Result]]) -> list[str]:
+    """The tables of distances: causal language models, then all other kinds."""
+    kinds = {n: r["kind"] for n, dtypes in models.items() for r in dtypes.values() if r["status"] == "right"}
+    causal = [n for n, kind in kinds.items() if kind == "causal LM"]
+    columns = "".join(f" {d}{what} |" for what in ("", " with kernels") for d in DTYPES)
+    return [
+        *("", "### Causal language models", "", f"| architecture |{columns}", "|---|--:|--:|--:|--:|"),
+        *(f"| {n} | {_distances(models[n])} |" for n in causal),
+        *("", "### Others", "", f"| architecture | kind |{columns}", "|---|---|--:|--:|--:|--:|"),
+        *(f"| {n} | {kinds[n]} | {_distances(models[n])} |" for n in kinds if n not in causal),
+    ]
+
+
+def _distances(dtypes: dict[str, Result]) -> str:
+    """The cells of a model: each dtype's distance, then each dtype's with kernels."""
+    alone, fused = [], []
+    for dtype in DTYPES:
+        result = dtypes.get(dtype, {"status": "not tried"})
+        if result["status"] != "right":
+            alone.append(result["status"])
+            fused.append("–")
+            continue
+        alone.append(_distance(max(b["distance"] for b in result["budgets"].values())))
+        fused.append(_distance(result["fused_distance"]) + (" ~" if result.get("by_chance") else ""))
+    return " | ".join(alone + fused)
+
+
+def _placed(models: dict[str, dict[str, Result]]) -> list[str]:
+    """The table of kernels: which models have which, by dtype only if the dtypes differ."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, dtypes in models.items():
+        placed = {d: tuple(sorted(r["placed"])) for d, r in dtypes.items() if r["status"] == "right"}
+        for kernels in dict.fromkeys(placed.values()):
+            own = [d for d in placed if placed[d] == kernels]
+            groups.setdefault(kernels, []).append(
+                name if len(own) == len(placed) else f"{name} ({', '.join(own)})"
+            )
+    rows = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [
+        *("", "## Which kernels are placed", "", "| kernels | architectures |", "|---|---|"),
+        *(f"| {', '.join(kernels) or 'none'} | {'; '.join(names)} |" for kernels, names in rows),
+    ]
+
+
+def _reasons(rest: list[Result]) -> list[str]:
+    """The rows of models that do not train: one for both dtypes if the reason is the same."""
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    for result in rest:
+        dtypes.setdefault((result["name"], cell(result["reason"], 400)), []).append(result["dtype"])
+    return [f"| {name} | {', '.join(own)} | {reason} |" for (name, reason), own in dtypes.items()]
 
 
 def _distance(value: float | None) -> str:

@@ -18,7 +18,9 @@ from tests.support.judge_eager import cast_floats
 from tests.support.zoo import Case, cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-ROW = re.compile(r"^\| (.+?) \| .+? \| (float32|bfloat16) \| [\d.]+ [kM]? ?\| ", re.MULTILINE)
+DISTANCE = r"(?:bitwise|\de[-+]\d+)"
+ROW = re.compile(r"^\| (.+?) \|(?: \D[^|]* \|)?? ([^|]+) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
+"""A model, what float32 comes to and what bfloat16, then both with kernels."""
 OFTEN = [("qwen3_moe", "float32"), ("lfm2", "bfloat16")]  # experts, convolutions
 SLOW = [*((n, "float32") for n in FP32), *((n, "bfloat16") for n in (*BF16, "qwen3_next"))]
 
@@ -26,9 +28,14 @@ SLOW = [*((n, "float32") for n in FP32), *((n, "bfloat16") for n in (*BF16, "qwe
 def parameters() -> list[Any]:
     """All pairs of an architecture and a dtype that train, most of them ``nightly``."""
     found = []
-    for pair in ROW.findall(PAGE.read_text()):
-        mark = pytest.mark.slow if pair in SLOW else pytest.mark.nightly
-        found.append(pytest.param(*pair, marks=() if pair in OFTEN else mark))
+    rows = ROW.findall(PAGE.read_text())
+    for dtype, distances in (
+        ("float32", {n: d for n, d, _ in rows}),
+        ("bfloat16", {n: d for n, _, d in rows}),
+    ):
+        for pair in ((n, dtype) for n, d in distances.items() if re.fullmatch(DISTANCE, d)):
+            mark = pytest.mark.slow if pair in SLOW else pytest.mark.nightly
+            found.append(pytest.param(*pair, marks=() if pair in OFTEN else mark))
     return found
 
 
