@@ -116,7 +116,8 @@ class _Order:
         if seeds:  # the gradient of the loss itself, where the backward starts
             nbytes = self.work.values[self.work.loss].nbytes
             seed = self._take(ValueGrad(self.work.loss, m), nbytes)
-            op = op.with_(writes=(*op.writes, seed), peak_bytes=op.peak_bytes + nbytes)
+            peak = max(op.peak_bytes, op.end_bytes + nbytes)  # it is made when the block has returned
+            op = op.with_(writes=(*op.writes, seed), peak_bytes=peak)
         self.ops.append(op)
         for v in block.outputs if self._gives_results else ():
             if v in self.work.results:
