@@ -132,7 +132,7 @@ def train(size: Size, steps: int, folder: str, stored: bool) -> dict[str, Any]:
 
 
 def _digest(state: Any) -> str:
-    """Of all masters and moments."""
+    """Hash all masters and moments."""
     import torch
 
     digest = hashlib.blake2b()

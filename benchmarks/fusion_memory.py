@@ -38,7 +38,7 @@ Rows = dict[str, int]
 
 @contextlib.contextmanager
 def triton_path() -> Iterator[None]:
-    """Let the meter see what the fused operators allocate where their Triton kernels run."""
+    """Show the meter the allocations of fused operators whose Triton kernels run."""
     implementation = memory_meter.implementation
 
     def opaque(func: Any) -> Any:

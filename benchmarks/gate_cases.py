@@ -99,7 +99,7 @@ def _attention() -> list[Case]:
 
 
 def _hopper_attention() -> list[Case]:
-    """Of 9.0 alone: on other chips nothing is launched."""
+    """List the cases of the candidate for Hopper; other chips launch nothing."""
 
     def case(width: int, rule: Rule, sinks: bool = False, packed: bool = False) -> None:
         q, k, v = (

@@ -48,7 +48,8 @@ WAITS = 150  # cycles of a chain in which barriers, products and shuffles answer
 
 
 def _of_delta_rule(launch: Launch) -> int:
-    """Of the gated delta rule's kernels: some columns of a chunk's products, or a chunk's way through."""
+    """Count flops of the gated delta rule's kernels: some columns of a chunk's products, or a chunk's way
+    through."""
     given = launch.constants
     width, chunk = given["DIM"], given["CHUNK"]
     name = launch.kernel.__name__.removeprefix("gated_delta_").removesuffix("_kernel")
@@ -61,8 +62,9 @@ def _of_delta_rule(launch: Launch) -> int:
 
 
 def _of_mamba2(launch: Launch) -> int:
-    """Of Mamba-2's kernels: what a chunk adds to some columns of a state, pairs of two chunks, these by some
-    columns, and a head's pairs and columns of a state; none of what goes from span to span and of sums."""
+    """Count flops of Mamba-2's kernels: a chunk's share in some columns of a state, pairs of two chunks,
+    these by some columns, and a head's pairs and columns of a state; none of the kernels from span to span
+    and of sums."""
     given, chunk = launch.constants, launch.constants.get("CHUNK", 0)
     sizes = {
         "states": ("DIM", "BLOCK_V"),

@@ -92,7 +92,7 @@ language model of the installed transformers ({version}) is tried, with a few of
 the code: `--again` makes all of them anew.
 
 Each is a small model on the CPU backend. It trains for three steps with clipping and AdamW beside eager
-PyTorch, at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, where that is
+PyTorch, at three budgets: enough for everything (100 %), 40 % of that (or the least feasible, if that is
 more), and the least feasible.
 {peaks}
 

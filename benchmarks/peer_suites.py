@@ -189,7 +189,7 @@ def _put_model(name: str, folder: Path) -> None:
 
 
 def _tokenizer(name: str, end: str) -> Any:
-    """Of bytes, with the chat template of the model that is named."""
+    """Build a tokenizer of bytes, with the chat template of the named model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from trl import chat_template_utils
 

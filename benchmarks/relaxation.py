@@ -8,8 +8,8 @@ of the problem:
 - each stream's work in a step, and what copies, norms and updates move through shared host memory;
 - gradients leave after their backward, one after the other; updates come after their group's last gradient
   (with clipping, after all norms), and before the next step's first use of the group, with a fetch between.
-  So between a gradient's arrival and the forward that wants what comes of it and of all gradients that
-  arrive later lie those updates, and all that host memory moves meanwhile;
+  So all these updates lie between a gradient's arrival and the forward on its update and all later ones, with
+  all traffic of host memory meanwhile;
 - what waits on the host has left before the second operation after its forward starts, and comes
   back after the second operation before its backward has ended;
 - device bytes at every forward, recompute and backward, where weight slots are a slab of fixed size;

@@ -84,8 +84,8 @@ class RelaxedStep:
         return sum(norm_bytes(self.work, self.mode, g) for g in groups)
 
     def beside(self, kind: Kind, sizes: list[float]) -> tuple[float, float]:
-        """Seconds of the large ones of some copies, and the share of host memory that each draws beyond what
-        an update or a norm leaves, which is slowed by at least that share beside them."""
+        """Return the seconds of large copies, and the share of host memory that each draws beyond the rest of
+        an update or a norm. These slow down by at least that share beside the copies."""
         if not self.machine.shared_memory:
             return 0.0, 0.0
         rate = self.machine.host_bandwidth

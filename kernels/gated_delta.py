@@ -36,19 +36,19 @@ a backward, through each span from the state that was kept before it. Products t
 their norms, decays and strengths are factors of rows and columns, applied to what comes out of a product or
 goes into it.
 
-Of each value head and chunk there are, in the type of q: ``solves``, (1 + tril(K K^T * D, -1)
-diag(beta))^-1, and ``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token,
-four ``factors``: those of k and of q where they read the state, that of k where it writes it, the chunk's
-decay. So both are applied to W / beta, which is ``solved``: exact where beta is zero, and what the gradient
-of beta needs. Tokens that a last chunk lacks are zeros that decay nothing.
+Each value head and chunk has, in the type of q: ``solves``, (1 + tril(K K^T * D, -1) diag(beta))^-1, and
+``scores``, tril(Q K^T * D) diag(beta), [CHUNK, CHUNK] each; and in ACC, for each token, four ``factors``: of
+k and of q for reading the state, of k for writing it, the chunk's decay. So both are applied to W / beta,
+which is ``solved``: exact where beta is zero, and what the gradient of beta needs. Tokens that a last chunk
+lacks are zeros that decay nothing.
 
 **The Triton kernels of the backward** keep the forward's conventions.
 
 Behind the forward's first kernel comes its third, which leaves ``solved`` and the state before every chunk.
-Here, one carries the state's gradient back through all chunks, and leaves that of v and the state's
-gradient behind every chunk. Of these one makes, for each chunk and value head, what pairs of tokens have to
-do with, and two, for each chunk and key head, the gradients of q, and of k, g and beta; they go through the
-value heads of their key head, so no sum depends on an order that changes.
+Here, one carries the state's gradient back through all chunks, and leaves that of v and the state's gradient
+behind every chunk. From these one makes the terms of pairs of tokens, for each chunk and value head. Two make
+the gradients of q, and of k, g and beta, for each chunk and key head; they go through the value heads of
+their key head, so no sum depends on an order that changes.
 
 With L what the chunk lacks of v, U = ``solved``, S the state before the chunk, and dX the gradient of X:
 

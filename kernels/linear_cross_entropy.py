@@ -48,7 +48,7 @@ def tiles(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(columns, their logits) tile by tile, all in one buffer, in hidden's type.
 
-    Of fake tensors, on which only memory is measured, the first two tiles and the last stand for all.
+    On fake tensors, which only measure memory, the first two tiles and the last stand for all.
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     width = tile_width(tokens, vocabulary, hidden.element_size(), workspace)
@@ -70,7 +70,7 @@ def tiles(
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total is wider than a and b; beside the CPU, within the product.
 
-    Of fake tensors, on which only memory is measured, that takes none.
+    On fake tensors, which only measure memory, that takes none.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -197,7 +197,7 @@ def piece_length(hidden: Tensor, weight: Tensor, workspace: int) -> int:
 
 
 def _pieces(hidden: Tensor, weight: Tensor, workspace: int) -> list[slice]:
-    """Of fake tensors, on which only memory is measured, the first two and the last stand for all."""
+    """On fake tensors, which only measure memory, the first two and the last stand for all."""
     tokens, length = len(hidden), piece_length(hidden, weight, workspace)
     starts: Sequence[int] = range(0, tokens, length)
     if isinstance(hidden, FakeTensor):

@@ -18,8 +18,8 @@ read once: about 4096 elements forward; 2048 at a time backward, which is persis
 of dw. Traffic per element of x: 2 elements forward, 3 backward; norm and rotation apart take 4 and 5.
 
 A tile of the kernels is BLOCK_H heads of one token. A head's columns are a and b, the two halves that are
-rotated, of HALF columns each, and c, those that pass, where there are any, of PASS. ``x_batch``,
-``x_token``, ``x_head`` are x's strides; columns have stride one.
+rotated, of HALF columns each, and c, the PASS columns that stay, if any. ``x_batch``, ``x_token``, ``x_head``
+are x's strides; columns have stride one.
 """
 
 from typing import Any

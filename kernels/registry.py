@@ -39,10 +39,10 @@ class OpPass:
     """One torch operator of a declaration: its forward, its backward, or both at once.
 
     ``flops`` counts its products, by shapes, and is registered with torch. ``launches`` are its kernels on a
-    GPU. ``moved`` are the bytes that it reads and writes, where that is not each operand once, or nothing
-    where it has ``flops``. ``sums``: a result without positions is a sum over them. ``teraflops`` are what a
-    call of its kernels reached on an H100 SXM, where their speed is that of products; the others move bytes
-    as fast as the memory gives them (``benchmarks/results/h100-sxm-2``: 74 to 124 % of a copy).
+    GPU. ``moved`` are the bytes that it reads and writes; without it, each operand counts once, or none of
+    them if it has ``flops``. ``sums``: a result without positions is a sum over them. ``teraflops`` is the
+    speed of a call of its kernels on an H100 SXM, if products bound it; the others move bytes as fast as the
+    memory gives them (``benchmarks/results/h100-sxm-2``: 74 to 124 % of a copy).
     """
 
     flops: Callable[..., int] | None = None
@@ -55,9 +55,9 @@ class OpPass:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """The operator ``megacompile::name``, ``megacompile::name_backward`` where it has a ``backward``, and
-    ``megacompile::name_with_gradients`` where it can make both at once: of the gradient of its first result
-    and its arguments, that result and what the backward returns.
+    """The operator ``megacompile::name``, with ``megacompile::name_backward`` if it has a ``backward``. If it
+    can make both at once, ``megacompile::name_with_gradients`` takes the gradient of its first result and its
+    arguments, and returns that result and the backward's results.
 
     ``along`` says how it treats the positions of a sequence: each element alone, each row of the last
     dimension alone, or together, which is always right. ``runs_kernels``, of operators whose speed is that of

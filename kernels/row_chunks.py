@@ -21,7 +21,7 @@ def chunks(x: Tensor, row_elements: int | None = None) -> Iterator[slice]:
     """Slices of the rows of ``x``, of as many elements as it has in one, or of ``row_elements``: at most 32,
     each of at least 8k elements (and one row).
 
-    Of fake tensors, on which only the memory of a CPU's run is measured, two.
+    Fake tensors, which only measure the memory of a CPU's run, have two.
     """
     elements = x[:1].numel() if row_elements is None else row_elements
     step = max(1, -(-len(x) // PARTS), LEAST // max(elements, 1))

@@ -17,7 +17,7 @@ from megacompile.user_warning import warn_user
 
 
 def cache_folder() -> Path:
-    """Make and return megacompile's own folder there: the user's, mode 0700.
+    """Return megacompile's own folder there, created if need be: the user's, mode 0700.
 
     Where the user has no home, or no folder can be made, or others own it or may write to it, another folder
     takes its place, which this process removes at its end.

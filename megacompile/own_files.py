@@ -31,7 +31,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def make_own_folder(folder: Path) -> None:
-    """Make a folder where there is none; OSError where a link is."""
+    """Create a folder unless there is one; OSError for a link in its place."""
     refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
 

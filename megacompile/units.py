@@ -23,8 +23,8 @@ RESERVE = 0.1  # part of what is free that "auto" and the default host budget le
 def parse_bytes(value: float | str, *, what: str, available: int, grows: bool = False) -> int:
     """Bytes of a budget: a number is GB (1e9); "24GiB", "512MB", "90%" and "auto" also work.
 
-    ``available`` is what exists, to which percentages refer and which no budget may exceed; where it
-    ``grows``, as a virtual machine's memory may with its use, one that does is warned of.
+    ``available`` is what exists: percentages refer to it, and no budget may exceed it. If it ``grows``, as a
+    virtual machine's memory may with its use, a budget beyond it is warned of instead.
     """
     nbytes = _parse(value, what, available)
     if nbytes > available and grows:

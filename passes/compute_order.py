@@ -49,8 +49,8 @@ def compute_order(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step
 
 
 def known_losses(step: Step, work: Workload) -> list[int]:
-    """Return where each micro-batch's loss is known: behind a forward, or where the first gradient comes that
-    a loss outside of the program gives."""
+    """Return the operation behind which each micro-batch's loss is known: a forward, or the first gradient
+    from a loss outside of the program."""
     if work.outside:
         first: dict[int, int] = {}
         for index, op in enumerate(step.ops):

@@ -1,4 +1,5 @@
-"""Let several ranks share a step: weights are gathered, gradients exchanged and summed, losses agreed on.
+"""Insert the exchanges of several ranks: weights are gathered, gradients exchanged and summed, losses agreed
+on.
 
 Each rank holds a shard of every group's state. A prefetch brings the own shard over the own link into its
 place in the slot; an all_gather fills in the rest. A gradient is reduced to the own shard of its sum over all

@@ -1,11 +1,10 @@
 """Send gradients to the host and update the masters there.
 
-Immediate updates (one micro-batch, no clipping): adam follows the last contribution to its gradient,
-which streams through a small ring of host buffers where it is the only one; where the plan says
-"deferred", it follows the backward, and the gradient is kept. Deferred updates:
-gradients are kept per group, norms are taken as they land, and adam runs after the backward in the
-order in which the next forward will want the groups. Either way adam follows the last prefetch of its
-group: a step computes with the weights that it began with.
+Immediate updates (one micro-batch, no clipping): adam follows the last contribution to its gradient. A single
+contribution streams through a small ring of host buffers. If the plan says "deferred", adam follows the
+backward, and the gradient is kept. Deferred updates: gradients are kept per group, norms are taken as they
+land, and adam runs after the backward in the order in which the next forward will want the groups. Either way
+adam follows the last prefetch of its group: a step computes with the weights that it began with.
 
 A gradient's memory is given back as late as the next operation allows: after the slots that are let go and
 filled again in between, which need not wait until the gradient has left.
@@ -14,9 +13,9 @@ Rows of a gathered table that the step does not name have gradient zero. Their u
 wait for one: immediate ones follow the loss, behind the first backward, deferred ones come last, beside the
 next step, whose gather brings the rows that it reads up to date.
 
-Of groups whose state is on the device, gradients stay there, in a buffer of their own where they wait
-for their update, and adam runs on the compute stream. Where ranks share them, norms and updates come at the
-end: before, compute would wait for the exchange of each gradient.
+Gradients of groups with state on the device stay there, in a buffer of their own if they wait for their
+update, and adam runs on the compute stream. Where ranks share them, norms and updates come at the end:
+before, compute would wait for the exchange of each gradient.
 """
 
 from __future__ import annotations

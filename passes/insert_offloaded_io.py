@@ -1,5 +1,5 @@
-"""Let offloaded activations that wait on NVMe pass through a few host buffers: written as they leave, read
-ahead of use.
+"""Route offloaded activations that wait on NVMe through a few host buffers: written as they leave, read ahead
+of use.
 
 The buffers are filled in turn, by what leaves the device and by what returns from the drive. A read starts
 as soon as the buffer that comes next has done its duty.

@@ -1,4 +1,4 @@
-"""Let the device make the updates of matrices orthogonal, between two passes of the host over their state.
+"""Insert the device's orthogonalization of matrix updates, between two passes of the host over their state.
 
 In the place of an update of a group with such matrices come its stages: the host's momentum leaves the
 updates, in bf16, where the gradients were; they go to the device, are made orthogonal there, and come back to

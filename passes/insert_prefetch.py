@@ -3,7 +3,7 @@
 A stay is one prefetch, the uses it serves, and one evict. Uses belong to one stay if the plan keeps the
 group between them, or if they are so close that the next prefetch would start before the group could leave.
 
-Of ranks that share a group whose state is on the device, each copies its shard within the device.
+Ranks that share a group with state on the device copy their shards within the device.
 """
 
 from __future__ import annotations

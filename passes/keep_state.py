@@ -1,8 +1,8 @@
 """Keep the state of some weight groups on the device: their blocks read it where it is updated.
 
-Such a group is never fetched and its gradient never leaves. It takes its weights, masters and moments all
-the time, its gradient in FP32 where that has to wait (clipping, several contributions), and all such groups
-together one buffer for a gradient that is used at once.
+Such a group is never fetched and its gradient never leaves. It takes its weights, masters and moments all the
+time, and its gradient in FP32 if that has to wait (clipping, several contributions). All such groups together
+take one buffer for a gradient that is used at once.
 
 Where ranks share the group, each keeps its shards. Blocks then read what is gathered from those, and a
 gradient always waits, as a shard in FP32, so that no block waits for an exchange.
@@ -17,7 +17,7 @@ from megacompile.schedule.workload import Workload
 
 
 def keep_state(step: Step, *, work: Workload, plan: Plan, mode: Mode) -> Step:
-    """Let blocks of one rank read Resident for Weights, and count what the groups take."""
+    """Replace Weights by Resident in what blocks of one rank read, and count the bytes of the groups."""
     resident = tuple(g for g, group in enumerate(plan.groups) if group.state == "device")
     if not resident:
         return step

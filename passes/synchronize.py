@@ -1,4 +1,4 @@
-"""Make streams wait for each other exactly where data, slots or host buffers demand it.
+"""Insert the waits of streams for each other, exactly where data, slots or host buffers demand them.
 
 The step is walked twice in a row, as it will run; the waits of the second walk are kept, so that they
 cover what the step before left running. A wait that others imply is left out: taking any single one

@@ -29,7 +29,7 @@ def triton_key() -> str:
 
 
 def carried_key() -> str:
-    """That of the Triton which made the kernels in the cache; "nothing" where none were carried."""
+    """Return the key of the Triton that made the kernels in the cache; "nothing" if none were carried."""
     path = CACHE / _KEY
     return path.read_text().strip() if path.exists() else "nothing"
 

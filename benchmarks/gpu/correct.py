@@ -201,7 +201,7 @@ def _ours(
 
 
 def _delay_copies(program: Any, chance: random.Random) -> None:
-    """Let copies start late: the device idles on their stream for up to half a millisecond."""
+    """Delay copies: the device idles on their stream for up to half a millisecond."""
     target = program._session.runtime.device
     copy = target.copy
 

@@ -104,7 +104,7 @@ class Recorder:
 
 
 def watch(program: Any) -> None:
-    """Let a diagnosis show this program's streams."""
+    """Note this program's streams for a diagnosis."""
     _programs.add(program)
 
 

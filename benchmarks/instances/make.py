@@ -1,4 +1,4 @@
-"""Make the instance files from built-in models; needs transformers, a minute or two, no weights.
+"""Write the instance files from built-in models; needs transformers, a minute or two, no weights.
 
 python -m benchmarks.instances.make
 """

@@ -73,9 +73,9 @@ def compile(
     ----------
     model: any module whose forward returns a scalar loss, or an object with ``.loss``. While a program
         trains it, its parameters hold no values, and reading or writing one is an error:
-        ``program.state_dict()`` has them. Of what ``torch.compile``, ``DataParallel`` or
-        ``DistributedDataParallel`` returned, the module inside is trained, under its own names; methods
-        that ``torch.compile`` returned run as they were.
+        ``program.state_dict()`` has them. The module inside of a wrapper (``torch.compile``,
+        ``DataParallel``, ``DistributedDataParallel``) is trained, under its own names; methods that
+        ``torch.compile`` returned run as they were.
     hbm_budget: the device memory that training may use: a number of GB (1e9 bytes), or "24GiB", "512MB",
         "90%", "auto" (nine tenths of what is free).
     optimizer: an optimizer over the model's parameters, or a list of several; its param groups and settings
@@ -83,26 +83,27 @@ def compile(
         any other class steps itself over each parameter, on the host. None: AdamW, lr 1e-5.
     max_grad_norm: clip the gradient's global 2-norm; updates then wait for the end of the backward.
     compute_dtype: ``torch.bfloat16`` or ``torch.float32``; masters are FP32 in both cases. Frozen weights
-        that compute in bfloat16 are kept in it, if it holds their values exactly. A model of which most is
-        bf16 or fp16 computes in FP32 with what it holds in FP32, such as a router, but for PEFT's adapters.
+        that compute in bfloat16 are kept in it, if it holds their values exactly. A model that is
+        mostly bf16 or fp16 computes in FP32 with its FP32 parameters, such as a router, except PEFT's
+        adapters.
     host_budget: the host memory that all programs may use, given as ``hbm_budget`` is. None: what this
         process may use, less a reserve. More bytes than are free are taken with a warning: the memory of some
         virtual machines grows as it is used.
-    loss_fn: ``loss_fn(outputs, batch)`` where the forward does not return the loss itself. The forward is
-        given what it takes of the batch: of a dict the names that it knows, of a tuple as many of the first
-        entries as it needs; the rest is for ``loss_fn``. A criterion of torch, such as
+    loss_fn: ``loss_fn(outputs, batch)``, if the forward does not return the loss itself. The forward gets
+        its part of the batch: from a dict the names that it knows, from a tuple as many of the first entries
+        as it needs; the rest is for ``loss_fn``. A criterion of torch, such as
         ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``, is called with the outputs and that rest: on a batch
         ``(x, y)`` it gives ``loss_fn(model(x), y)``. So is a module of your own, and a function whose second
         parameter is named as targets are (``target``, ``labels``, ``y``) or annotated as a tensor, or that
         needs three or more arguments; one whose second parameter is named ``batch`` gets the whole batch. An
         attribute ``inputs`` of ``loss_fn`` names entries of a dict that only ``loss_fn`` is given. Batches of
-        varying length share programs where it ignores padding: labels of -100, or what ``attention_mask``
-        hides. It is called on random outputs to find out.
-    device: "cuda", or "cpu", where the accelerator is emulated, budget and all. None: a GPU if there is one.
+        varying length share programs if it ignores padding: labels of -100, or positions that
+        ``attention_mask`` hides. It is called on random outputs to find out.
+    device: "cuda", or "cpu", which emulates the accelerator, budget and all. None: a GPU if there is one.
     on_nonfinite: what becomes of an update whose loss or gradient is not finite: "skip" leaves it out,
-        "raise" is an error; both leave all state as it was. None: as in plain PyTorch where the gradient is
-        finite; one that is not is an error where updates wait for its norm, or where the loss is not finite
-        either.
+        "raise" is an error; both leave all state as it was. None: with a finite gradient train on, as plain
+        PyTorch does. A gradient that is not finite is an error if updates wait for its norm, or if the loss
+        is not finite either.
     example_batch: compile for this batch now, or for each kind of batch in a list; otherwise the first batch
         is captured.
     max_seq_len: prove at the start that batches padded to this length fit.
@@ -110,10 +111,10 @@ def compile(
     seed: of dropout and other random numbers of the forward; the same seed gives bitwise the same training
         run on one machine.
     kernels: fused kernels in place of subgraphs of the model: True for all, {"rope": False} for all but
-        what it switches off, False for none, which keeps eager's order of operations: in fp32 on a CPU
-        bitwise. None: all on a GPU with Triton, none on a CPU. On a GPU where Triton cannot launch, False
-        also runs attention, dropout and AdamW in plain torch.
-    inductor: compile what is inside of each block with torch's Inductor, once per kind of block. Numbers are
+        one, False for none, which keeps eager's order of operations: in fp32 on a CPU bitwise. None: all on a
+        GPU with Triton, none on a CPU. On a GPU that Triton cannot launch on, False also runs attention,
+        dropout and AdamW in plain torch.
+    inductor: compile the inside of each block with torch's Inductor, once per kind of block. Numbers are
         then as good as eager's, not bitwise the same. Needs a C++ compiler.
     optimizer_state: how the host keeps Adam's moments: "fp32" (12 bytes per parameter with its master),
         "int8" or "int4" (about 6 or 5; coded in blocks, so training differs a little from FP32).
@@ -127,8 +128,8 @@ def compile(
         or edited.
     mesh: a mesh of torch.distributed of all ranks, in two dimensions: (machines, ranks of a machine). Each
         machine then keeps all of the state, and only sums of gradients cross the network; on a mesh of (1,
-        ranks) all ranks share one state. None: on one machine they do; on several with as many ranks each,
-        the mesh that the first program fits on and is predicted to be faster on.
+        ranks) all ranks share one state. None: on one machine they do; several machines with as many ranks
+        each take the mesh that fits the first program and is predicted to be faster.
 
     Started by ``torchrun``, or with a process group of torch.distributed, the ranks train one model together:
     each holds its share of the state, and brings its own batches. With device="cuda" each has the GPU of its
@@ -136,7 +137,7 @@ def compile(
     values that the model has on rank 0.
 
     Raises :class:`MegacompileError` (a ``ValueError``) for what cannot be compiled, and its subclass
-    ``BudgetError`` with the least feasible budget where the given one is too small.
+    ``BudgetError`` with the least feasible budget if the given one is too small.
     """
     warn_of_newer()
     check_settings(compute_dtype, max_grad_norm, on_nonfinite, seed, max_seq_len, loss_fn)
@@ -237,7 +238,7 @@ def _budgets(
     backend: Backend,
     world: World,
 ) -> tuple[int, int]:
-    """Bytes of the device and of the host. Of several ranks the device that has least decides, and those of a
+    """Bytes of the device and of the host. The least device of several ranks decides, and the ranks of a
     machine share its memory."""
     collect_dropped_arenas()
     available = host_available() + sum(p.nbytes for p in model.parameters() if not p.is_meta)

@@ -21,9 +21,9 @@ _MORE_BYTES, _MORE_SHARE = 64 << 20, 16  # left where the allocator ran out; the
 class DeviceRoom:
     """``budget_bytes`` are a plan's; the device's driver and libraries hold ``reserved_bytes`` beside.
 
-    Of these the allocator may hold ``loose_bytes`` on pages beside a plan's, and ``spare_bytes`` tells what
-    of a device's budget is left to the driver for what it takes later. ``lacking_bytes`` tells by how much
-    bytes are too few for the device's allocator, which lays tensors on pages: plans then get less.
+    The allocator may hold ``loose_bytes`` of these on pages beside a plan's. ``spare_bytes`` gives the part
+    of a device's budget that the driver may take later. ``lacking_bytes`` tells by how much bytes are too few
+    for the device's allocator, which lays tensors on pages: plans then get less.
     """
 
     budget_bytes: int

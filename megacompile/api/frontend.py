@@ -108,10 +108,10 @@ class _Made:
 class Frontend:
     """Compiles kinds of batches of one model as far as no plan is needed; each is made once.
 
-    ``form`` is the format of the optimizer state; ``gathers`` says that all weights are sure to be in RAM,
-    where the host can look rows up; ``distributed``, that several ranks train. ``gpu`` is the one
-    whose memory is planned, None: the CPU's is. ``capture`` and ``differentiate`` are the stages of these
-    names, or what remembers their results.
+    ``form`` is the format of the optimizer state; ``gathers``: all weights are sure to be in RAM, so the host
+    can look rows up. ``distributed``: several ranks train. ``gpu`` is the one whose memory is planned, None:
+    the CPU's is. ``capture`` and ``differentiate`` are the stages of these names, or what remembers their
+    results.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def generate(model: Any, predict: Callable[..., Tensor], input_ids: Tensor, **op
 
 
 def refuse_no_generator(model: Any, input_ids: Any) -> None:
-    """Refuse a model that is none of transformers that generates, and prompts that are no rows of tokens."""
+    """Refuse a model that is no generating one of transformers, and prompts other than rows of tokens."""
     source = model.get_base_model() if hasattr(model, "get_base_model") else model
     if (
         not (hasattr(source, "can_generate") and source.can_generate())

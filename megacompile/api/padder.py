@@ -73,9 +73,9 @@ class Padder:
     def padded(
         self, micro: list[Batch], decided: Decisions, *, first: bool, ranks: OfRanks | None = None
     ) -> list[Batch]:
-        """The micro-batches of one step: alike, where padding makes them so, and of a known kind where one is
-        near; the ``first`` are left as they are where they are alike. Several ranks, which pass what they
-        have in common, all pad to one length.
+        """Pad the micro-batches of one step to one kind if padding can, and to a known kind if one is near;
+        the ``first`` are left as they are if they are alike. Several ranks, which pass what they have in
+        common, all pad to one length.
         """
         alike = len({batch.key for batch in micro}) == 1 and (ranks is None or ranks.alike)
         if alike and (first or decided.knows(micro[0])):

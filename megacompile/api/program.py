@@ -74,7 +74,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def cuts_loss(method: M) -> M:
-    """Let a method that compiles for a batch cut the model's own loss off, where that cannot be traced."""
+    """Wrap a method that compiles for a batch: it cuts off the model's own loss if tracing that fails."""
 
     @functools.wraps(method)
     def call(program: Program, /, batch: Any, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def cuts_loss(method: M) -> M:
 class Program:
     """A model compiled for training under a memory budget; made by :func:`megacompile.compile`.
 
-    Of several ranks each has one, and calls its methods together with the others.
+    Each of several ranks has one, and calls its methods together with the others.
 
     ``model`` and ``optimizer`` are those that were given, the model without torch's wrappers; a learning-rate
     scheduler takes ``optimizer``. Used as ``with program:``, it is closed at the end.
@@ -134,9 +134,9 @@ class Program:
         micro-batches.
 
         A list trains on the mean of the micro-batches' losses (their sum where the batches carry
-        ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last
-        block's backward is done; updates go on in the background. Of several ranks each brings as many
-        micro-batches, and trains on those of all: ``out.losses`` are all ranks', ``out.loss`` is one number.
+        ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last block's
+        backward is done; updates go on in the background. Each of several ranks brings as many micro-batches,
+        and trains on those of all: ``out.losses`` are all ranks', ``out.loss`` is one number.
 
         ``loss(i, output)`` is computed outside of the program, by any code, from what the forward returns for
         micro-batch i: tensors on the host, whose gradients by this scalar the backward starts from. It is
@@ -252,7 +252,7 @@ class Program:
         return self.model
 
     def lend(self, lending: Lending) -> None:
-        """Let other code use the model between calls of this program, as the trainers' callbacks do: each
+        """Lend the model to other code between calls of this program, as to the trainers' callbacks. A
         parameter that is touched gets its value, on the host, until the next call takes it back, changed or
         not. For one process; call it before the first step."""
         self._session.values.lend_by(lending, self._give_up)
@@ -537,10 +537,9 @@ class Program:
     def plan_all(self, calls: Mapping[str, Callable[[], object]]) -> list[tuple[str, Schedule]]:
         """Plan the programs of all calls, by what they are for, and run none; the first prepares training.
 
-        A call of :meth:`prepare` plans and takes nothing over; of one that runs a forward, the first forward
-        is planned, where the call ends. Where any program does not fit, the error names one budget, the least
-        that suffices for all of them. Returns each program with what it is for. Several ranks call it
-        together.
+        A call of :meth:`prepare` plans and takes nothing over. A call that runs a forward ends at its first
+        forward, which is planned. If any program does not fit, the error names the least budget that suffices
+        for all of them. Returns each program with what it is for. Several ranks call it together.
         """
         self._ready()
         session = self._session
@@ -557,8 +556,8 @@ class Program:
     @alone
     @cuts_loss
     def evaluate(self, batch: Any) -> Tensor:
-        """The loss of a batch in eval mode, under the same budget; no gradient, no update. Of several ranks
-        each gets that of its own batch."""
+        """The loss of a batch in eval mode, under the same budget; no gradient, no update. Each of several
+        ranks gets that of its own batch."""
         loss: Tensor = self._forward("evaluate", batch, None)
         return loss
 
@@ -569,8 +568,8 @@ class Program:
 
         A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
         of keys and values, which is left out. The batch needs no labels. It is padded to one of few lengths
-        where all outputs are numbers or [rows, positions, ...], of which padding is cut off again. Of
-        several ranks each gets the outputs of its own batch.
+        where all outputs are numbers or [rows, positions, ...], of which padding is cut off again. Each of
+        several ranks gets the outputs of its own batch.
 
         ``outputs(output, batch)`` is compiled with the model, and what it returns comes in the place of the
         output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries
@@ -662,8 +661,8 @@ class Program:
         micro-batches of several kinds, the program of each.
 
         ``outputs``: the program of a ``loss`` that is computed outside; see :meth:`Program.train_step`.
-        ``checkpoint``: the folder that :meth:`Program.load` will be given next, of which ranks on several
-        machines, where they are as many, take the mesh.
+        ``checkpoint``: the folder of the next :meth:`Program.load`. Ranks on several machines take its mesh,
+        if they are as many.
         """
         session = self._session
         self._refuse_in_rollout()
@@ -709,8 +708,8 @@ class Program:
         return output
 
     def _allocate(self, batch: Any, outputs: OutputsFn | None) -> None:
-        """Lay out the state, which is allocated for training: on the loss of the batch that predict is given,
-        or, where it gives none, on one of all that the forward returns, as with ``train_step(loss=...)``."""
+        """Lay out and allocate the state as for training. The loss is that of predict's batch; if the batch
+        gives none, one of all results of the forward, as with ``train_step(loss=...)``."""
         try:
             self.prepare(batch)
         except CaptureError as error:
@@ -805,7 +804,8 @@ class Program:
 
     @property
     def fusions(self) -> Fusions:
-        """The fused kernels of the program that ran last: which, where, and what was left alone and why."""
+        """The fused kernels of the program that ran last, with their places, and the subgraphs that were left
+        alone, with the reasons."""
         return self._session.scheduled().compiled.fusions
 
     @property

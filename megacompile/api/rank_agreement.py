@@ -87,8 +87,8 @@ def agreed_batches(
 ) -> tuple[list[Batch], list[float], list[float]]:
     """The micro-batches of a step of this kind, their weights, and those of all ranks' micro-batches.
 
-    Of several ranks all pad to one length, where theirs differ. Refused on all where one's are refused, or
-    are unlike rank 0's otherwise.
+    Several ranks pad to one length, if theirs differ. Refused on all where one's are refused, or are unlike
+    rank 0's otherwise.
     """
     world, evaluate = session.world, kind == "evaluate"
     micro: list[Batch] = []

@@ -43,8 +43,8 @@ class Completions:
 class Forecast:
     """A rollout as predicted, of ``at_once`` rows at a time, none where not one fits.
 
-    ``need_bytes`` is what so many take of the device, and one row where none fits. ``load`` is the time in
-    which weights come that stay; ``prefill`` that of all prompts, ``decode`` that of all completions.
+    ``need_bytes`` is what so many take of the device, and one row where none fits. ``load`` is the time to
+    bring the weights that stay, ``prefill`` the time of all prompts, ``decode`` the time of all completions.
     """
 
     completions: Completions

@@ -367,8 +367,8 @@ class Session:
             _announce(self.compiler.frontend.compute_dtype)
 
     def _follow_modes(self) -> None:
-        """Have the optimizers' own eval() and train(), where their classes change parameters by them, change
-        the masters."""
+        """Call the optimizers' own eval() and train() on the masters, for classes that change parameters by
+        them."""
         switch = weakref.WeakMethod(self._switch)
 
         def call(member: torch.optim.Optimizer, method: str) -> None:
@@ -565,7 +565,7 @@ class Session:
         self.seed, self.calls = progress.seed, progress.calls
 
     def refuse_training(self, reason: str) -> None:
-        """Have nothing trained any more, for a reason that says what to do."""
+        """End all training, for a reason that says what to do."""
         self.inconsistent = reason
 
     def forget_faults(self, inconsistent: str = "") -> None:

@@ -48,16 +48,15 @@ class BlockFunction:
     """One generated function and what it costs.
 
     ``inputs`` and ``outputs`` name what the list argument and the returned list hold: ("in", i) the
-    template's input i, ("out", k) its output k, ("saved", j) a saved tensor, and ("grad", n) the
-    gradient of output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that
-    the function holds beyond what was alive when it was called; saved tensors and gradients among its
-    arguments are donated, so they count as freed at their last use. ``end_bytes`` is what is left
-    when it returns: results less donations. ``launches`` counts the kernels that a GPU is asked to run,
-    ``attention_flops`` what of ``flops`` is attention's forward and its backward, ``grouped`` what is of
-    grouped products, with the bytes that these read and write. ``kernels`` counts the calls of our own
-    operators. ``fused`` says that ``source`` is Inductor's, not our own, ``looped`` that it runs over chunks
-    of the sequence, ``narrow`` that it computes in bf16 somewhere. ``asked`` is known where the function is
-    for a GPU.
+    template's input i, ("out", k) its output k, ("saved", j) a saved tensor, and ("grad", n) the gradient of
+    output n (as an argument) or of input n (as a result). ``peak_bytes`` is the most that the function holds
+    beyond what was alive when it was called; saved tensors and gradients among its arguments are donated, so
+    they count as freed at their last use. ``end_bytes`` is what is left when it returns: results less
+    donations. ``launches`` counts the kernels that a GPU is asked to run, ``attention_flops`` what of
+    ``flops`` is attention's forward and its backward, ``grouped`` what is of grouped products, with the bytes
+    that these read and write. ``kernels`` counts the calls of our own operators. ``fused``: ``source`` is
+    Inductor's, not our own. ``looped``: it runs over chunks of the sequence. ``narrow``: it computes in bf16
+    somewhere. ``asked`` is known where the function is for a GPU.
     """
 
     name: str
@@ -101,8 +100,8 @@ def block_function(
     loops: tuple[int, int] | None = None,
 ) -> BlockFunction:
     """Print and measure a graph. ``owned`` are the arguments that the function may overwrite, ``share`` is
-    the part of its rows that a grouped product computes, ``gpu`` is the one that it is for,
-    ``loops`` the positions of its sequence and those of a chunk, where it is to run chunk by chunk.
+    the part of its rows that a grouped product computes, ``gpu`` its device. ``loops`` are the positions of
+    its sequence and those of a chunk, if it is to run chunk by chunk.
     """
     counted = [n for n in graph.nodes if n.op == "call_function"]
     _name_devices(counted)
@@ -190,7 +189,8 @@ def fused(
 
 
 def _name_devices(nodes: Iterable[fx.Node]) -> None:
-    """Let tensors that come of no other say where they are: else they would be on the host."""
+    """Name the device of tensors that are made from no other tensor, because they would be on the host
+    otherwise."""
     for node in nodes:
         made = isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes
         if made and any(a.name == "device" for a in node.target._schema.arguments):  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ class BlockValues(ABC, Generic[T]):
 
     @abstractmethod
     def forget(self, token: Token) -> None:
-        """Let go of what lies under a token, if anything does."""
+        """Forget the value under a token, if there is one."""
 
     def shared(self, value: T) -> T:
         """A value that stays under its token while a function has it."""

@@ -1,10 +1,9 @@
 """Which operators of a template act on each position of a sequence alone: its joint graph at two lengths.
 
-In: a template of one sequence. Out: its joint graph, where each node's ``meta["along"]`` says which
-dimension of its value is the sequence's (:data:`WHOLE` where that is not one dimension of just that size),
-and :func:`role`, which sorts nodes into those that may run chunk by chunk, those that sum over positions,
-and the rest. What operators do to a dimension, :mod:`~megacompile.graph.sequence_dimension` says. What no
-rule knows mixes positions, which is always right.
+In: a template of one sequence. Out: its joint graph, with the sequence's dimension of each node's value in
+``meta["along"]`` (:data:`WHOLE` unless one dimension has just that size). :func:`role` sorts nodes into those
+that may run chunk by chunk, sums over positions, and the rest. What operators do to a dimension,
+:mod:`~megacompile.graph.sequence_dimension` says. What no rule knows mixes positions, which is always right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages: which nodes of a block function's graph run in which loop over chunks, and which values are whole.
+"""Assign the nodes of a block function's graph to loops over chunks, and find the values that are whole.
 
 In: a graph whose nodes :mod:`~megacompile.blocks.chunk_roles` has noted. Out: :class:`Stages`. Even ones
 run operators on whole values once, odd ones are loops. What such an operator or the result reads is whole;

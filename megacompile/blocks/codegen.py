@@ -112,7 +112,7 @@ def comment(node: fx.Node) -> str:
 def spans(example: Tensor, length: int, chunk: int) -> Iterator[tuple[int, int]]:
     """(first, end) of each chunk of positions.
 
-    Of fake tensors, on which only memory is measured, the first two chunks and the last stand for all.
+    On fake tensors, which only measure memory, the first two chunks and the last stand for all.
     """
     starts: Sequence[int] = range(0, length, chunk)
     if isinstance(example, FakeTensor):

@@ -108,7 +108,7 @@ def attention_flops(node: fx.Node) -> tuple[int, int]:
 
 def grouped(node: fx.Node, share: float = 1.0) -> tuple[int, int]:
     """:func:`flops` of a grouped product, and the bytes that it reads and writes: stacked weights and their
-    gradients whole, of rows the ``share`` that it computes. Of any other node, nothing."""
+    gradients whole, of rows the ``share`` that it computes. Any other node has none."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
         return 0, 0
     tensors = _operands(node)

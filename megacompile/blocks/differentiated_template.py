@@ -38,8 +38,8 @@ class PolicyFunctions:
 class DifferentiatedTemplate:
     """A template's functions by checkpoint policy; ``forward`` alone serves evaluation.
 
-    ``loops``: positions of its sequence and those of a chunk, where functions run chunk by chunk;
-    ``not_looped``: why none does, where that was asked for.
+    ``loops``: positions of its sequence and those of a chunk, if functions run chunk by chunk.
+    ``not_looped``: the reason that none does, if that was asked for.
     """
 
     index: int

@@ -1,9 +1,9 @@
-"""Make the gradients of a head in its forward, with the loss, where they are known but for one factor.
+"""Compute the gradients of a head in its forward, with the loss, if they are known but for one factor.
 
 In: a template's joint graph with an operator that can make both at once, as a fused head with its
 cross-entropy does. Out: the graph in which it does, so that the backward forms no logits again: it multiplies
-by the gradient of the loss. That is possible where the gradient of each token's loss is in proportion to that
-of one output of the block, as with a mean over labels.
+by the gradient of the loss. That is possible if the gradient of each token's loss is in proportion to the
+gradient of one output of the block, as with a mean over labels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PROPORTIONAL: dict[Any, tuple[int, ...]] = {
 def with_gradients_in_forward(joint: fx.Graph, inputs: int, mode: FakeTensorMode) -> fx.Graph | None:
     """Return a copy of a joint graph whose forward makes a head's gradients; None where it has no such head.
 
-    Of its placeholders the first ``inputs`` are the template's, the others gradients of outputs.
+    Its first ``inputs`` placeholders are the template's, the others gradients of outputs.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint, {}))
@@ -109,8 +109,8 @@ def _with_gradients(backward: fx.Node) -> Any:
 
 
 def _proportional(grad: fx.Node, tangents: frozenset[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The gradient of an output, a number, to which a gradient is in proportion, and the nodes from it to
-    that gradient, in order; None where it is in proportion to none."""
+    """Return the gradient of an output, a number, to which a gradient is in proportion, and the nodes between
+    the two, in order; None if there is no such output."""
     dependent = depends_on(grad.graph, tangents)
     passed: list[fx.Node] = []
     while grad not in tangents:

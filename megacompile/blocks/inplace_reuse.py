@@ -1,9 +1,9 @@
 """Reuse: an operator writes its result over an argument that nothing reads again.
 
-In: the graph of one block function and the arguments that it owns. Out: the same graph, where operators
-that have a twin which works in place call it. The traced graphs stay functional; this is the last thing
-that happens to a function before it is printed. Invariant: a storage is written only if the function owns
-it (it made it, or it was donated) and no later node reads any view of it.
+In: the graph of one block function and the arguments that it owns. Out: the same graph, with calls of
+in-place twins for operators that have one. The traced graphs stay functional; this is the last thing that
+happens to a function before it is printed. Invariant: a storage is written only if the function owns it (it
+made it, or it was donated) and no later node reads any view of it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _read_no_statistics(graph: fx.Graph) -> None:
 
 
 def without_statistics(graph: fx.Graph, inputs: list[Ref]) -> list[Ref]:
-    """Let norms whose new running statistics nothing reads make none; returns the arguments that are left."""
+    """Drop new running statistics of norms that nothing reads; return the remaining arguments."""
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
     unread: set[fx.Node] = set()
     for node in [n for n in graph.nodes if n.target is BATCH_NORM]:

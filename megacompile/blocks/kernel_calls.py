@@ -85,7 +85,7 @@ def _work(node: fx.Node) -> tuple[int, float]:
 
 
 def eager_use(call: KernelCall) -> tuple[str, Shape, tuple[str, ...]] | None:
-    """(eager form, its shape, which passes) of a call; None where the call is no use that has one."""
+    """Return (eager form, its shape, its passes) of a call; None for a call without an eager form."""
     op = CALLED.get(call.op)
     if op is None or not op.spec.eager:
         return None

@@ -66,11 +66,11 @@ class _StorageWatch(weakref.ref):  # type: ignore[type-arg]
 class StorageMeter(TorchDispatchMode):
     """Live and peak bytes of the storages that operators create while the meter is entered.
 
-    A storage is counted once, however many views show it, from the operator that returns it until the
-    last reference is gone, even where that happens after the meter was left. ``limit`` in bytes stops
-    the run with :class:`BudgetExceededError` as soon as live bytes exceed it. ``gpu``: count what the
-    kernels of that GPU take beside, and keep in ``requests`` what its allocator is asked for, in order.
-    ``varies`` becomes True where an operator ran whose bytes depend on values.
+    A storage is counted once, however many views show it, from the operator that returns it until the last
+    reference is gone, even after the meter was left. ``limit`` in bytes stops the run with
+    :class:`BudgetExceededError` as soon as live bytes exceed it. ``gpu``: count what the kernels of that GPU
+    take beside, and keep in ``requests`` what its allocator is asked for, in order. ``varies`` becomes True
+    where an operator ran whose bytes depend on values.
     """
 
     def __init__(self, limit: int | None = None, gpu: Gpu | None = None) -> None:
@@ -215,8 +215,8 @@ def implementation(func: Any) -> Callable[..., Any] | None:
 def call_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor], mode: FakeTensorMode
 ) -> tuple[int, list[int]]:
-    """Return the bytes that a call on fake tensors takes on a CPU: its highest where it runs as Python, and
-    those that each of its ``results`` stands in."""
+    """Return the bytes that a call on fake tensors takes on a CPU: its peak as Python code, and the storage
+    of each of its ``results``."""
     if implementation(func) is None:
         stored = [t.untyped_storage().nbytes() for t in results]
         return 0, [max(nbytes, _at_least(func, i, args)) for i, nbytes in enumerate(stored)]

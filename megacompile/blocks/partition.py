@@ -71,11 +71,11 @@ class Block:
 class Template:
     """The graph that equal blocks share.
 
-    ``examples`` are fake tensors, one per placeholder, with the gradient mask set, ``results`` those that
-    the graph makes of them; ``kinds`` say what each placeholder is; ``out_grads`` which outputs carry
-    gradient; ``digest`` is equal for templates that compute the same; ``share`` is the part of their rows
-    that grouped products should meet. ``writes`` are the placeholders of buffers that the forward changes;
-    their new values are the graph's last outputs, of which none of the other fields speaks.
+    ``examples`` are fake tensors, one per placeholder, with the gradient mask set, ``results`` the graph's
+    results on them. ``kinds`` are the kinds of placeholders, ``out_grads`` the outputs with a gradient.
+    ``digest`` is equal for templates that compute the same. ``share`` is the part of its rows that a grouped
+    product is counted with. ``writes`` are the placeholders of buffers that the forward changes; their new
+    values are the graph's last outputs, of which none of the other fields speaks.
     """
 
     index: int

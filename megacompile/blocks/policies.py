@@ -188,8 +188,8 @@ class _Cutter:
         return ahead._with_saved("all", f"{prefix}_ahead", saved_set(ahead.joint, keeps_all), plain)
 
     def with_inductor(self, plain: DifferentiatedTemplate, device: torch.device) -> DifferentiatedTemplate:
-        """Functions compiled by Inductor where they can be; all that run the forward, or none of them, since
-        what is recomputed should be what was computed first; none that writes into a buffer."""
+        """Compile functions by Inductor if possible: all that run the forward, or none of them, because a
+        recompute should repeat the first computation; none that writes into a buffer."""
         if self.joint.written:
             return plain
         backwards = {o.backward.name for o in plain.policies.values() if o.backward is not None}

@@ -43,10 +43,10 @@ _NUMBERED = re.compile(r".*\.\d+(?=\.)")  # the innermost of a list's modules, a
 class Parameter:
     """The facts of a parameter that the layout needs: its dense shape and strides and who updates it.
 
-    ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece
-    holds the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained`` says that batches may
-    give it gradients, be it later ones, ``exact`` that it is frozen and its values are whole in bfloat16,
-    which it computes in, ``undivided`` that its update needs all of it in one place.
+    ``param_group`` is its index in ``optimizer.param_groups``, -1 where no optimizer owns it. A piece holds
+    the rows of the model's parameter ``whole`` from ``first_row`` on. ``trained``: batches may give it
+    gradients, now or later. ``exact``: it is frozen, computes in bfloat16, and loses nothing there.
+    ``undivided``: its update needs all of it in one place.
     """
 
     name: str
@@ -323,8 +323,8 @@ def _with_owners(members: Sequence[Parameter], owned: list[int]) -> tuple[list[S
 
 
 def padded_elements(elements: int, ranks: int = 1) -> int:
-    """Elements of a bucket that a parameter of so many takes, at least one unit; where ranks share it, so
-    that no shard ends within a block of its codes."""
+    """Return the elements of a bucket that a parameter of so many takes, at least one unit; if ranks share
+    it, no shard ends within a block of its codes."""
     unit = _ALIGN if ranks == 1 else _SHARD
     return max(1, -(-elements // unit)) * unit
 

@@ -24,9 +24,8 @@ Band = tuple[bool, int]
 
 
 class Mask(NamedTuple):
-    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf where a
-    boolean one hides a key), the plain band that it is, if any, and the bounds of the packed documents, int32
-    [2, B, S], within which it is one.
+    """A mask that was made for a model: as the model got it, as attention adds it to scores (-inf for a
+    hidden key), and as a plain band, if it is one. Within packed documents their bounds are int32 [2, B, S].
     """
 
     given: Tensor
@@ -37,7 +36,7 @@ class Mask(NamedTuple):
 
 
 class Masks:
-    """Makes the masks of one forward, and knows them again where they are used.
+    """Creates the masks of one forward, and recognises them in calls of attention.
 
     ``padding`` is the batch's mask of padding, where causal masks are to leave it out, and all where it is
     ``of_ones``, as transformers itself does; what a model makes of it is not left out.

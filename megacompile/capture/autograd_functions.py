@@ -3,8 +3,8 @@
 In: a call of a function under capture. Out: its forward, traced where it stands and cut off from torch's
 gradients, and :func:`~megacompile.capture.own_gradients.own_gradient` with the function's backward.
 
-A function that torch cannot trace (NumPy, ``.item()``, kernels of others) is two operators that call it for
-real (:mod:`~megacompile.capture.opaque_functions`): all that it keeps between them are tensors of the graph.
+A function that torch cannot trace (NumPy, ``.item()``, kernels of others) is two operators with a real call
+each (:mod:`~megacompile.capture.opaque_functions`), between which it keeps tensors of the graph.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _aside() -> Iterator[None]:
 
 
 def _as_inputs(module: fx.GraphModule, count: int) -> list[Tensor]:
-    """Let a graph take its constants as inputs, behind the first ``count``, and return them."""
+    """Turn a graph's constants into inputs, behind the first ``count``, and return the constants."""
     graph, constants = module.graph, []
     before = [n for n in graph.nodes if n.op == "placeholder"][count:]
     for node in list(graph.nodes):

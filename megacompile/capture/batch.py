@@ -180,8 +180,8 @@ def _without_gaps(leaf: Tensor) -> Tensor:
 
 
 def _plain_mask(kwargs: dict[str, Any], kept: bool) -> dict[str, Any]:
-    """Put the mask last, as where padding adds one; unless it is kept, drop one that hides nothing, which
-    transformers takes no mask to mean: much faster. Beside images, sound or actions, whose models may take
+    """Put the mask last, as padding does. Drop a mask that hides nothing, unless it is kept: transformers
+    takes no mask to mean the same, and is much faster. Beside images, sound or actions, whose models may take
     positions from a mask that is there, it stays."""
     if "attention_mask" not in kwargs:
         return kwargs

@@ -141,7 +141,7 @@ def _refuse_shared(model: nn.Module, changed: Iterable[str]) -> None:
 
 
 def _put_snapshot(graph: fx.Graph, buffer: fx.Node) -> None:
-    """Let all that reads a buffer read a copy of it, made before the first of them."""
+    """Redirect all readers of a buffer to a copy of it, made before the first of them."""
     users = set(buffer.users)
     first = next(n for n in graph.nodes if n in users)
     with graph.inserting_before(first):

@@ -15,8 +15,8 @@ _WAY_OUT = "undo that, or call program.sync_to(model) and compile the model, or 
 
 
 class Frozen:
-    """The facts that a program cannot follow once it is compiled: its parameters, which are trained, by which
-    group."""
+    """The facts that a program cannot follow once it is compiled: its parameters, the trained ones among
+    them, and their groups."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

@@ -31,7 +31,8 @@ def frozen_part(model: nn.Module, path: str, trained: Collection[str]) -> str | 
 
 
 def run_parts_for_real(copied: nn.Module, parts: Mapping[str, str]) -> None:
-    """Have parts of a model's copy run as they are; ``parts`` says why each cannot be traced."""
+    """Replace parts of a model's copy by operators that run them as they are; ``parts`` says why each cannot
+    be traced."""
     for path, why in parts.items():
         part = copied.get_submodule(path)
         vars(part)["forward"] = _PartForward(path, part, why)

@@ -3,9 +3,9 @@
 In: an exported program in training IR. Out: the graph that ``run_decompositions({})`` would give, and its
 signature. torch would trace the whole graph twice for it. But few operators change, and how a call changes
 depends on the call alone: its constants, and the shapes, strides and dtypes of its tensors. So each form of
-call is decomposed once, and every call of the form is written in this way. A write into a tensor that the
-graph made, and of which it has no view, becomes the operator that returns what is written. A graph in which
-an operator writes into another, or that holds more than calls of operators, goes through torch.
+call is decomposed once, and every call of the form is written in this way. A write into a tensor of the
+graph's own, which no view shows, becomes the operator that returns the new value. A graph in which an
+operator writes into another, or that holds more than calls of operators, goes through torch.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Form:
 def functionalise(
     exported: torch.export.ExportedProgram,
 ) -> tuple[fx.Graph, ExportGraphSignature] | None:
-    """The graph without writes, regions and composite operators, and the signature that names its inputs;
-    None where a layer that others repeat cannot be repeated."""
+    """Return the graph without writes, regions and composite operators, and the signature that names its
+    inputs; None if other layers cannot repeat a first one."""
     _keep_gradient_barriers(exported.graph_module)
     _unmark_single(exported.graph_module)
     for module in _graphs(exported.graph_module):
@@ -135,7 +135,7 @@ def _unmark_single(root: fx.GraphModule) -> None:
 
 
 def _unmark(mark: fx.Node) -> None:
-    """Let what a mark of a first layer returns be what it was given."""
+    """Replace the result of each mark of a first layer by the mark's argument."""
     for item in list(mark.users):
         item.replace_all_uses_with(mark.args[2][item.args[1]])  # type: ignore[index,arg-type]
         item.graph.erase_node(item)
@@ -143,8 +143,8 @@ def _unmark(mark: fx.Node) -> None:
 
 
 def _drop_other_names(exported: torch.export.ExportedProgram) -> None:
-    """Let each name of a tensor that the graph does not use be one of its own: torch does not write into what
-    has several."""
+    """Give each unused name of a tensor a tensor of its own, because torch does not write into a tensor with
+    several."""
     unused = {n.name for n in exported.graph.nodes if n.op == "placeholder" and not n.users}
     for spec in exported.graph_signature.input_specs:
         for tensors in (exported.state_dict, exported.constants):
@@ -214,7 +214,8 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _functional_writes(graph: fx.Graph) -> None:
-    """Let writes into tensors that a graph made, and of which it has no view, return what they write."""
+    """Replace writes into tensors of the graph's own, which no view shows, by operators that return the new
+    value."""
     for node in list(graph.nodes):
         target = _returning(node.target)
         base = node.args[0] if target is not None and node.args else None

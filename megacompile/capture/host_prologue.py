@@ -1,9 +1,8 @@
 """The prologue of a program: what the host computes from a batch alone, before the program runs.
 
 In: the calls that a watch over the forward noted (:mod:`~megacompile.capture.host_values`). Out: a
-:class:`Prologue`, which computes for each batch what that forward read of its values: numbers on which shapes
-and branches depended, which all batches of the program have alike, and tensors, which are inputs of the
-program.
+:class:`Prologue`, which computes for each batch the values that this forward read. Numbers behind shapes and
+branches are alike for all batches of the program; tensors are inputs of the program.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PrologueCall:
         return {leaf.number for leaf in leaves if isinstance(leaf, PrologueValue)}
 
     def run(self, values: dict[int, Any]) -> Any:
-        """Make the call for real, and return what it returns."""
+        """Run the call on real values, and return its result."""
 
         def real(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, PrologueValue) else leaf
@@ -95,7 +94,7 @@ def _description(result: Any) -> tuple[Any, ...]:
 
 
 def _reading(kind: Any) -> Any:
-    """Make each method of a sequence, but for its length, read it first."""
+    """Wrap the methods of a sequence, except its length, so that each reads it first."""
     own, base = kind.read, kind.__base__
     names = {*vars(base), "__radd__"} - {*vars(object), "__len__", "__class_getitem__"}
     for name in names | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__"}:

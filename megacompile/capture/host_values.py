@@ -1,15 +1,15 @@
 """Host values: what a forward computes from its batch alone, and reads, runs on the host before the program.
 
 In: a forward under capture, and the batch's real tensors. Out: a :class:`Prologue`, which computes for each
-batch what that forward read of its values: numbers on which shapes and branches depended, which all batches
-of the program have alike, and tensors, which are inputs of the program.
+batch the values that this forward read. Numbers behind shapes and branches are alike for all batches of the
+program; tensors are inputs of the program.
 
-Tensors stay the traced ones. Beside each that comes from the batch alone stands how it was made; it is made
-for real only where its values are needed. A number that is read is a guard. A tensor whose shape depends on
-values becomes an input, and its shape a guard. A function of the model's own files that reads values, and
-nothing but the batch, is one call: it runs as it is for each batch, and only what it returns counts, so that
-all batches for which it returns as many positions share a program. Sizes by which a tensor is split, and
-nothing else, are no guard where the pieces are put together again as they are, but for their sum.
+Tensors stay the traced ones. Each tensor that comes from the batch alone has its calls noted beside it, which
+run on real values once these are needed. A number that is read is a guard. A tensor whose shape depends on
+values becomes an input, and its shape a guard. A function of the model's own files that reads values of the
+batch alone is one call: it runs as it is for each batch, and only its results count. So all batches with as
+many positions in the results share a program. Sizes that only split
+a tensor are no guards, except their sum, if the pieces are put together again as they are.
 
 Random numbers of Python and NumPy are drawn by calls of the prologue, from the seed of a forward
 (:mod:`~megacompile.capture.host_draws`). What depends on them is an input of the program, and never a guard.
@@ -298,8 +298,8 @@ class HostValues(TorchFunctionMode):
         return mine == others and all(torch.equal(x, y) for (_, x), (_, y) in inputs)
 
     def makes(self, constant: Any) -> bool:
-        """Return whether a constant of the exported graph is an input that the prologue makes; refuse one
-        that a function which ran on the host left behind."""
+        """Return whether a constant of the exported graph is an input from the prologue; refuse a constant
+        that a function on the host left behind."""
         if any(constant is real for _, real in self._inputs):
             return True
         if not isinstance(constant, Tensor) or isinstance(constant, FakeTensor):
@@ -344,7 +344,7 @@ class HostValues(TorchFunctionMode):
         results: Sequence[Tensor],
         written: Sequence[Tensor],
     ) -> None:
-        """Note a call that is traced, to make it for real where that is needed."""
+        """Note a traced call, to run it on real values if these are needed."""
         if not self._leaves.isdisjoint(map(storage_id, written)):  # which is refused: see refuse_mutations
             self._lose(written)
             return
@@ -370,7 +370,7 @@ class HostValues(TorchFunctionMode):
     # How values are made.
 
     def _make(self, call: PrologueCall) -> None:
-        """Make a call for real, and those that it needs."""
+        """Run a call on real values, after the calls that it needs."""
         needed, pending = set(call.reads), [call]
         for earlier in reversed(self._calls):
             if not earlier.made and earlier is not call and needed & set(earlier.results):
@@ -393,8 +393,9 @@ class HostValues(TorchFunctionMode):
     def _on_host(
         self, func: Callable[..., Any], args: Any, kwargs: Any, *, alone: bool = False, numbers: bool = False
     ) -> Any:
-        """Make a call for real now: its numbers are guards, its tensors inputs of the program. ``alone``: a
-        function of the model's. ``numbers``: one that may give numbers, too, of what is drawn."""
+        """Run a call on real values now: its numbers are guards, its tensors inputs of the program.
+        ``alone``: a function of the model's. ``numbers``: a function of random draws that may return numbers,
+        too."""
         given_args, given_kwargs = self._placed((args, kwargs))
         call = PrologueCall(func, given_args, given_kwargs, (), drawn=self._is_drawn((args, kwargs)))
         if call.drawn and not (alone or numbers):

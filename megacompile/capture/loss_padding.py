@@ -15,8 +15,8 @@ length on.
 
 A proof on the function's graphs at two lengths was tried in its place, with rules for what operators make of
 known numbers at padding. It took as long (50 to 80 ms of a CPU for a function) and over twice the code, and
-refused 9 of 31 functions that this lets pass: among them ``loss[ignored] = 0``, the token at the end of each
-row by its index, an einsum, and a mask that is read only where the batch has one.
+refused 9 of 31 functions that pass here: among them ``loss[ignored] = 0``, the token at the end of each row
+by its index, an einsum, and a mask that is read only if the batch has one.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def divide(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """(args, kwargs, rest): what the forward takes of a batch, and what is for the user's function alone.
 
-    Of a mapping the forward is given the names that it takes, but for those in the function's attribute
-    ``inputs``; of a tuple as many of the first entries as it needs.
+    The forward gets the entries of a mapping that it has arguments for, except the names in the function's
+    attribute ``inputs``; from a tuple, as many of the first entries as it needs.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {p.kind for p in parameters}

@@ -4,9 +4,9 @@ A call's tensors are arguments and results of two operators, :func:`opaque` and 
 the function keeps on ``ctx`` is found by running it on made-up values of the call's shapes: arguments,
 results and views of them are read where they are, other tensors and arrays are further results, numbers
 travel in a tensor, and all else must be the same in every call, which is checked. Its memory is what it takes
-on the made-up values. A function that writes into its arguments is given copies. One that gives other bits
-for equal arguments, such as one that draws random numbers, is called once: its results are snapshots, which
-whoever recomputes reads.
+on the made-up values. A function that writes into its arguments is given copies. A function with other bits
+for equal arguments, such as one of random numbers, is called once: its results are snapshots, which a
+recompute reads.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class _TensorForm(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def made_up(self, seed: int, device: torch.device) -> Tensor:
-        """Make numbers between 0 and 1; of whole ones zeros, which index anything; or True."""
+        """Fill a tensor with numbers between 0 and 1, with True, or, for integers, with zeros, which index
+        anything."""
         x, generator = self.empty(torch.device("cpu")), torch.Generator().manual_seed(seed)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return x.copy_(0.05 + 0.9 * torch.rand(self.shape, generator=generator)).to(device)
@@ -274,7 +275,7 @@ class _OpaqueCall:
         return [form.made_up(seed, self._device) for form in self._forms]
 
     def _saved_example(self) -> list[Tensor]:
-        """Make up saved tensors and gradients, which a backward is given."""
+        """Invent saved tensors and gradients as arguments of a backward."""
         given = self._made_up()
         tensors = {"given": given, "result": self._run(given)[1]}
         results = [tensors["result"][self.layout.results[i].number] for i in self.graded]
@@ -369,8 +370,8 @@ class _Tensors:
         return place
 
     def keep(self, x: Any, fixed: Sequence[Any], expected: Any) -> Any:
-        """Tell where something that a context holds is, in the ``expected`` place if it is there, as
-        arguments may share memory; numbers that are ``fixed`` are constants."""
+        """Return the place of a context's tensor, the ``expected`` one if it is there, because arguments may
+        share memory; ``fixed`` numbers are constants."""
         if isinstance(x, torch.device):
             return torch.device("cpu")  # stands for that of the tensors
         if isinstance(x, numpy.ndarray) and x.dtype != object:
@@ -428,7 +429,7 @@ def _arguments_written(given: Sequence[Tensor], before: Sequence[Tensor]) -> set
 
 
 def _uncounted(make: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Make tensors that no meter of memory counts."""
+    """Allocate tensors that no meter of memory counts."""
     with _disable_current_modes():
         tensors = make()
     modes: list[Any] = _get_current_dispatch_mode_stack()

@@ -1,8 +1,8 @@
 """The operator of a gradient of one's own, as a ``torch.autograd.Function`` has it.
 
 :func:`own_gradient` hands the function's results on, and its gradient is the function's backward, traced once
-as a graph by itself. Of a template's joint graph it is gone: what is left are the operators of forward and
-backward, so that saved tensors are planned as any.
+as a graph by itself. A template's joint graph has only the operators of forward and backward in its place, so
+that saved tensors are planned as any.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _SCALED = 1 << 20  # times that no rotary embedding is stretched
 
 
 def reach(model: nn.Module) -> int | None:
-    """Return the number of positions that the model has embeddings for, or says that it is for; where rotary
-    embeddings are scaled, those that this reaches."""
+    """Return the number of positions that the model has embeddings for, or names in its config; scaled rotary
+    embeddings count with their scaling."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("max_position_embeddings", "max_seq_len")  # GPT-2's n_positions is the first of these, too
@@ -59,8 +59,8 @@ def quarter_length(length: int, longest: int) -> int:
 def growing_length(length: int, last: int, longest: int | None) -> int:
     """Return the padded length of a sequence that grows token by token until ``last``.
 
-    That is the last length, or, where that is far, twice this one: few programs, none of them much longer
-    than what it computes. Beyond ``longest`` a limit would make each token a program, so there is none.
+    That is the last length, or twice this one if the last is far: few programs, none of them much longer than
+    its batches. Beyond ``longest`` a limit would make each token a program, so there is none.
     """
     ahead = min(last, max(2 * length, _SHORT))
     if longest is None or length > longest:

@@ -82,7 +82,7 @@ def _is_a_library_s(module: nn.Module) -> bool:
 def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[str] = ()) -> dict[str, Any]:
     """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it.
 
-    Of the entries that are a function's ``own``, integers are padded as labels are, others with zeros.
+    A function's ``own`` integer entries are padded as labels are, its others with zeros.
     """
     ids = batch["input_ids"]
     missing = length - ids.shape[1]

@@ -197,9 +197,9 @@ def our_operators(
     :mod:`~megacompile.kernels.dropout` that are ours.
 
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
-    ``positions_given`` says that the batch brings its own ``position_ids``, so that transformers must
-    look for packed sequences in them; positions that a model makes itself are never packed. ``padding`` is a
-    batch's mask of padding that causal attention is to leave out, and all attention where it is ``of_ones``.
+    ``positions_given``: the batch brings its own ``position_ids``, so transformers must look for packed
+    sequences in them. A model's own positions are never packed. ``padding`` is a batch's mask of padding that
+    causal attention is to leave out, and all attention where it is ``of_ones``.
 
     Used by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
     computes the same function with the same dropout masks.
@@ -271,7 +271,7 @@ def _called_on(method: types.ClassMethodDescriptorType, kind: type, *args: Any, 
 
 @contextlib.contextmanager
 def graphs_alone() -> Iterator[None]:
-    """Let torch make graphs alone, without their Python source and a stack trace for each node."""
+    """Keep torch from writing a graph's Python source, and a stack trace for each node."""
     with replaced(_ALONE):
         yield
 
@@ -287,7 +287,7 @@ def _source_when_called(theirs: Callable[[fx.GraphModule], Any], module: fx.Grap
 
 
 def _without_stacks(theirs: Callable[..., None], tracer: _ModuleStackTracer, *given: Any) -> None:
-    """Make export's tracer, which else walks and formats the stack at each of its nodes."""
+    """Create export's tracer without stack traces, which it would format at each node."""
     theirs(tracer, *given)
     tracer.record_stack_traces = False
 

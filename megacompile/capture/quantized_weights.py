@@ -71,7 +71,7 @@ def coding_of(parameter: Tensor) -> WeightCoding | None:
 
 
 def plan_as(parameter: Tensor, coding: WeightCoding) -> None:
-    """Have a weight without values, of a linear layer, stand for one that is coded so."""
+    """Mark a linear layer's weight without values as one with this coding."""
     vars(parameter)[_PLANNED] = coding
 
 

@@ -1,8 +1,8 @@
 """Random numbers of a forward: torch's own calls in a graph, written with numbers that a recompute repeats.
 
-torch draws from a generator that advances, so that a block which runs twice would see other numbers. Ours
-are a function of (seed, site, element index), as dropout's are. The distributions are those of torch, the
-numbers are not: eager PyTorch draws others, as another seed would.
+torch draws from a generator that advances, so a block would see other numbers when it runs twice. Ours are a
+function of (seed, site, element index), as dropout's are. The distributions are those of torch, the numbers
+are not: eager PyTorch draws others, as another seed would.
 """
 
 from __future__ import annotations

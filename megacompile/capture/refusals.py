@@ -34,7 +34,7 @@ def gradient_hook(theirs: Any, tensor: Tensor, hook: Any) -> None:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """``Tensor.is_cuda`` of what is captured: no, which a model that asks is told of where there is a GPU."""
+    """Return no for ``Tensor.is_cuda`` in a capture; on a machine with a GPU, tell a model that asks."""
     asked = sys._getframe(1)
     if _has_gpu() and asked.f_globals.get("__name__", "").split(".")[0] not in ("torch", "megacompile"):
         place = f"{Path(asked.f_code.co_filename).name}:{asked.f_lineno}"

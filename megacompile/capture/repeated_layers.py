@@ -1,12 +1,12 @@
 """Trace equal layers once: later ones run their Python, and their calls are compared with the first's.
 
-Of the layers of a list the first of each kind is traced, and its calls of torch's functions are noted, with
-their arguments and results. The forward of a later layer of the kind runs, too, all of its Python: whatever
-it branches on, counts or hooks is as it was. But where it calls the function that the first called, with
-equal constants and with tensors that stand where the first's stood, it gets the first's result, and nothing
-is traced. What it returns comes from one operator, ``LAYER``, in whose place the graph is written with the
-first's operators, on this layer's tensors. A call that differs, a tensor that leaves a layer otherwise than
-as its result, a graph in which an operator writes: then the whole model is traced, layer by layer.
+The first layer of each kind in a list is traced, and its calls of torch's functions are noted, with their
+arguments and results. The forward of a later layer of the kind runs, too, all of its Python: whatever it
+branches on, counts or hooks is as it was. But for the first layer's function with equal constants, and with
+tensors in the places of the first's, it gets the first's result, and nothing is traced. What it returns comes
+from one operator, ``LAYER``, in whose place the graph is written with the first's operators, on this layer's
+tensors. The whole model is traced, layer by layer, if a call differs, a tensor leaves a layer otherwise than
+as its result, or an operator writes.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Effects:
         return min(self.changed, default="")
 
     def apply(self, model: nn.Module) -> None:
-        """Make the model as the forward left it, and forget that it was not."""
+        """Set the model's attributes as the forward left them, and forget their earlier values."""
         for name, value in self.changed.items():
             prefix, _, attribute = name.rpartition(".")
             vars(model.get_submodule(prefix))[attribute] = value

@@ -76,8 +76,8 @@ class Request:
 
     ``trained`` names the parameters that get a gradient. ``evaluate`` traces in eval mode and without
     gradients instead. What ``outputs`` makes of the forward, if it is given, takes the place of the loss.
-    ``padded_right`` says that :func:`is_padded_right` holds of the batch, of which the graph may then make
-    use; ``hides_nothing`` that its mask is all ones.
+    ``padded_right``: :func:`is_padded_right` holds of the batch, and the graph may use this.
+    ``hides_nothing``: its mask is all ones.
     """
 
     model: nn.Module
@@ -154,9 +154,9 @@ class _Forward(nn.Module):
     """Runs a copy of the model on (args, kwargs) with our operators and returns what is wanted of it: the
     scalar loss, or the tensors of what ``outputs`` returns.
 
-    ``structure`` is what surrounds them; ``outside`` says that they are trained on; ``leaves_out`` that
-    causal attention gets no mask of padding, ``blinds`` that this is still to be proven. ``returned`` is what
-    a function of the user's was given. ``host`` makes what is needed of the batch's values.
+    ``structure`` is what surrounds them. ``outside``: they are trained on. ``leaves_out``: causal attention
+    gets no mask of padding. ``blinds``: this is still to be proven. ``returned`` is what a function of the
+    user's was given. ``host`` makes what is needed of the batch's values.
     """
 
     structure: Structure
@@ -363,7 +363,7 @@ def _no_cache(model: nn.Module) -> None:
 
 
 def _no_draws(model: nn.Module) -> None:
-    """Let PEFT's LoHa and LoKr, which draw whether to drop an adapter, know that they never do."""
+    """Tell PEFT's LoHa and LoKr that they never drop an adapter, because they would draw whether to."""
     for module in model.modules():
         dropouts = [getattr(module, name, None) for name in ("module_dropout", "rank_dropout")]
         if all(isinstance(values, dict) and not any(values.values()) for values in dropouts):

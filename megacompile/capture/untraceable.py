@@ -1,6 +1,4 @@
-"""The error that is raised where torch cannot trace a forward: one sentence that names the user's line and
-module.
-"""
+"""The error for a forward that torch cannot trace: one sentence with the user's line and module."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class WeightCoding(Protocol):
         """Return the bytes of a weight that is coded so."""
 
     def set(self, parameter: Tensor, stored: Tensor) -> None:
-        """Make such a weight hold copies of these bytes."""
+        """Set such a weight to copies of these bytes."""
 
     def empty(self, parameter: Tensor) -> None:
         """Leave such a weight zeros, in the memory of one element."""
@@ -65,7 +65,7 @@ class BlockCoding:
         return torch.cat((book.view(torch.uint8), scales.view(torch.uint8).view(-1), codes))
 
     def set(self, parameter: Tensor, stored: Tensor) -> None:
-        """Make a weight hold these.
+        """Set a weight to these codes.
 
         Scales that were coded themselves stay so where these are the same. A weight that inference has packed
         is as it was loaded again, but for that.
@@ -137,7 +137,7 @@ class RowCoding:
         return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scales, codes)])
 
     def set(self, parameter: Tensor, stored: Tensor) -> None:
-        """Make a weight hold these."""
+        """Set a weight to these codes."""
         _settle(parameter)
         vars(parameter)["SCB"], codes = (x.clone() for x in decode_8bit.parts_8bit(stored, self.shape[0]))
         _hold(parameter, codes)
@@ -216,7 +216,7 @@ class SubclassCoding:
         return stored
 
     def set(self, parameter: Tensor, stored: Tensor) -> None:
-        """Make a weight hold such tensors."""
+        """Set a weight to such tensors."""
         for part in self.parts:
             setattr(parameter, part.name, part.of(stored).clone())
 
@@ -260,7 +260,7 @@ def _scales(state: Any) -> Tensor:
 
 
 def _settle(parameter: Tensor) -> None:
-    """Have an 8-bit weight alone hold its codes and scales, wherever its layer has run."""
+    """Move codes and scales of an 8-bit layer to its weight alone, wherever the layer has run."""
     layer = _LAYERS[parameter]() if parameter in _LAYERS else None
     if layer is not None and layer.state.CB is not None:
         vars(parameter).update(SCB=layer.state.SCB, CB=parameter.data)
@@ -273,7 +273,7 @@ def is_of_class(thing: object, name: str) -> bool:
 
 
 def settle(model: nn.Module) -> None:
-    """Have the weights of a model hold all that is coded: 8-bit layers that have run do so themselves."""
+    """Move all codes of a model into its weights: 8-bit layers that have run hold theirs themselves."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and is_of_class(weight, "Int8Params") and is_of_class(module, "Linear8bitLt"):
@@ -298,7 +298,7 @@ class _Read(Theirs):
 
 
 def _as_weight(codes: Tensor, parameter: Tensor, **attributes: Any) -> Any:
-    """Make codes a weight of a parameter's class, with its attributes and these."""
+    """Wrap codes as a weight of a parameter's class, with its attributes and these."""
     own, kind = type(codes), type(parameter)
     codes.__class__ = class_before(_Read, kind) if issubclass(kind, own) else class_before(_Read, own, kind)
     vars(codes).update({**vars(parameter), **attributes, "_is_param": True})

@@ -1,8 +1,8 @@
 """Operators of others that write into arguments, as operators that return what they would write.
 
-In: a graph that calls such operators, as those of attention libraries' backwards do. Out: the same graph,
-which calls a twin of each, a custom operator that writes into copies, and copies the results to where the
-operator writes. Torch makes that functional, which it does not do with an operator of others.
+In: a graph that calls such operators, as those of attention libraries' backwards do. Out: the same graph with
+a twin of each, a custom operator that writes into copies; the graph copies the results to the written
+arguments. Torch makes that functional, which it does not do with an operator of others.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Fit:
 
 
 def ways_out(study: Study, answer: Answer, clip: bool) -> tuple[tuple[WayOut, ...], tuple[Fit, ...]]:
-    """List what to change so that the step fits, each by itself, the fastest first among those that are
-    enough; and the least changes that make it fit the same machine, one or two, the fastest first."""
+    """List single changes to fit the step, the fastest first among those that are enough; and the one or two
+    least changes to fit it on the same machine, the fastest first."""
     study.progress("looking for what would fit")
     q = answer.question
     on_device = [] if answer.fits_device() else list(_for_device(study, answer))
@@ -71,8 +71,8 @@ def ways_out(study: Study, answer: Answer, clip: bool) -> tuple[tuple[WayOut, ..
 
 
 def _least_changes(study: Study, question: Question, clip: bool) -> tuple[Fit, ...]:
-    """The least changes of clipping and of the moments' format with which both tiers have room: of formats
-    with which they have it, the one that changes training least."""
+    """Return the least changes of clipping and of the moments' format with which both tiers have room, by the
+    format that changes training least."""
     _, compiled = study.least(question)
     forms = (question.optimizer_state, *smaller_formats(question.optimizer_state))
     fits: list[Fit] = []

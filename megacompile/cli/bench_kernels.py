@@ -18,8 +18,8 @@ on the CPU."""
 
 
 def run_kernels(options: argparse.Namespace) -> int:
-    """Exit code 0, also for the ceilings that are printed where there is no GPU; 1 where a provider of ours
-    is wrong, or where no GPU gives the times that ``--plan`` or ``--compare`` need."""
+    """Exit code 0, also for ceilings, which are printed without a GPU; 1 if a provider of ours is wrong, or
+    ``--plan`` or ``--compare`` need times and there is no GPU."""
     from megacompile.bench.results import ceilings, compare, markdown, read_rows, write
 
     old = read_rows(Path(options.compare)) if options.compare else None

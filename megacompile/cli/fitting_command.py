@@ -21,8 +21,8 @@ _FOLDER = "DIR"  # on a drive, which the user has to name
 
 @dataclass(frozen=True)
 class Command:
-    """A command that fits, with the keywords of ``megacompile.compile`` that differ from what was asked, and
-    the keys of ``megacompile train``, which are also fields of TrainingArguments and MegacompileConfig."""
+    """A command that fits, with the keywords of ``megacompile.compile`` that differ from the question's. The
+    keys of ``megacompile train`` beside them are also fields of TrainingArguments and MegacompileConfig."""
 
     plan: str
     tokens_per_second: float

@@ -186,9 +186,9 @@ def build(name: str, config: Any, lora: Lora | None = None) -> Model:
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of that name over what a model trains: a class of ``torch.optim`` in lower case, or
-    another one by its module and name. Muon has the matrices between its embedding and its head; AdamW has
-    these two and the rest."""
+    """Create the optimizer of that name over a model's trainable parameters: a class of ``torch.optim`` in
+    lower case, or another one by its module and name. Muon has the matrices between its embedding and its
+    head; AdamW has these two and the rest."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if "." in name:
         where, _, kind = name.rpartition(".")
@@ -216,7 +216,7 @@ def inner_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _code(module: Any, coding: Callable[[tuple[int, ...]], WeightCoding]) -> None:
-    """Have the weights of linear layers stand for coded ones, of those that bitsandbytes codes by default."""
+    """Mark the weights of linear layers as coded, for all layers that bitsandbytes codes by default."""
     head = module.get_output_embeddings()
     for layer in module.modules():
         if type(layer) is nn.Linear and layer is not head:
@@ -258,7 +258,7 @@ def _need_decoder(name: str, config: Any) -> None:
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """Refuse sizes that no model has, which overflow or fill this machine where it is built."""
+    """Refuse sizes that no model has, because they overflow or fill this machine."""
     for field, value in vars(config).items():
         if hasattr(value, "model_type"):
             _check_sizes(name, value)

@@ -232,8 +232,8 @@ class Answer:
 
 
 def least_host(compiled: Compiled, question: Question, mode: Mode) -> HostBytes:
-    """The fewest host bytes of the plans of small peak that fit the device, with all state on NVMe where it
-    may go there; of the smallest where none fits."""
+    """Return the fewest host bytes of the plans of small peak that fit the device, or of the smallest if none
+    fits, with all state on NVMe if it may go there."""
     work, budget = compiled.assembly.work, question.hbm_budget
     plans = (_stored(found.plan, question) for found in small_plans(work, mode))
     plan, step = min(

@@ -264,7 +264,7 @@ class _Unroller:
         self.before = copied
 
     def _chain(self, previous: list[Block]) -> None:
-        """Let what the source's previous segment wrote stand for what the last copy wrote."""
+        """Map results of the source's previous segment to those of the last copy."""
         for block, outputs in zip(reversed(previous), reversed(self.before), strict=False):
             for old, new in zip(block.outputs, outputs, strict=False):
                 if old not in self.shared:

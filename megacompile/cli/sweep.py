@@ -32,7 +32,7 @@ def sweep(
 ) -> Iterator[Point]:
     """Answers along one axis, as they come: at these budgets, numbers or machines, else at usual ones.
 
-    Of several machines the faster mesh counts, as ``clip`` says.
+    For several machines the faster mesh counts, with clipping or without as ``clip`` says.
     """
     points = [
         _point(question, over, index, value)

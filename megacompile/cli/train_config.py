@@ -66,7 +66,7 @@ def _check_env(path: Path, env: Any) -> None:
 
 def check_values(path: Path, parsed: Iterable[Any]) -> None:
     """Refuse values of parsed dataclasses of another kind than their field's, and numbers that are not
-    finite, out of all bounds, below 0 where the default is not, or no whole ones where counts are meant."""
+    finite, out of all bounds, negative unless the default is, or fractions for counts."""
     for arguments in parsed:
         hints = get_type_hints(type(arguments))
         for field in dataclasses.fields(arguments):

@@ -3,11 +3,11 @@
 In: tensors on this rank's device. Out: what the ranks of its replica have of them, or ``across`` replicas
 those of its shard, in their order; on a GPU in the order of the calling thread's stream.
 
-On a CPU a collective that fails raises in the thread that is in it. On a GPU no thread is: a kernel waits
-for ever for that of a rank that is gone, and with it all that waits for the kernel. So a thread beats: some
-times a second the ranks tell each other over gloo how many collectives each has issued. A rank that is gone
-makes that raise at once; one that stalls lets a collective wait for too long. torch's own watchdog would
-end the process without a word of which rank it was, and is told not to.
+On a CPU a collective that fails raises in the thread that is in it. On a GPU no thread is: a kernel waits for
+ever for the kernel of a rank that is gone, and everything behind it waits, too. So a thread beats: some times
+a second the ranks tell each other over gloo how many collectives each has issued. It raises at once for a
+rank that is gone; a rank that stalls makes a collective wait for too long. torch's own watchdog is switched
+off, because it would end the process without naming the rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Says(IntEnum):
 
 
 class GpuCollectives(Collectives):
-    """Collectives of GPUs. Once another rank fails, ``lost`` is told which one, or "" where that is not
+    """Collectives of GPUs. Once another rank fails, ``lost`` is called with its name, or with "" if it is not
     known."""
 
     def __init__(self, ranks: Ranks, device: torch.device, lost: Callable[[str], None]) -> None:

@@ -63,7 +63,7 @@ class LastWords:
         within(LAST_WORDS, lambda: self._store.set(f"words/{self._rank}", reason[:1000]))
 
     def close(self) -> None:
-        """Say that this rank closes its program, and for which error, where one is being handled."""
+        """Tell the others that this rank closes its program, and the error that is being handled, if any."""
         said = json.dumps([self._rank, *astuple(self._calls.last), self._stopped(sys.exc_info()[1])])
         within(LAST_WORDS, lambda: self._store.set("closed", said))
         self._closed = True
@@ -114,8 +114,8 @@ class LastWords:
                 self._waits = False
 
     def _elsewhere(self) -> str:
-        """Say where this rank waits; return that the next one waits in another program, if it does, for an
-        exchange that this one has not come to."""
+        """Note the exchange that this rank waits in; return a sentence if the next rank waits in another
+        program, for an exchange ahead of this one."""
         said = json.dumps([self._number, _begun[self._number], *astuple(self._calls.last)])
         self._process.set(f"waits/{self._rank}", said)
         self._waits, other = True, (self._rank + 1) % self._size
@@ -132,7 +132,7 @@ class LastWords:
         return why
 
     def cause(self, known: str = "") -> str:
-        """Return the rank that is the reason that a collective failed; ``known`` where that is so already."""
+        """Return the rank because of which a collective failed; ``known`` if it is known already."""
         gone = "Rank 0 is gone." if self._rank else "The other ranks are gone."
         found = known or within(LAST_WORDS + 1, self._look) or gone
         within(LAST_WORDS, lambda: self._store.set("cause", found))

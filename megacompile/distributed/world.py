@@ -159,7 +159,7 @@ class World:
         return self.calls.within(name) if self.size > 1 else nullcontext()
 
     def note_call(self) -> None:
-        """Have the next exchange refuse ranks that have not made this call, in which nothing is exchanged."""
+        """Note a call without an exchange, so that the next exchange refuses ranks that have not made it."""
         if self.size > 1:
             self.calls.note()
 
@@ -185,7 +185,7 @@ class World:
             self.calls.exchanged()
 
     def _open_calls(self) -> None:
-        """Make the group of callers, once all ranks have come."""
+        """Open the group of callers, once all ranks have come."""
         self._met += 1
         try:
             self._words.meet(self._met)
@@ -194,7 +194,7 @@ class World:
         self._groups["calls"] = self._groups["first"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def _open_first(self) -> None:
-        """Make the group of the first replica."""
+        """Open the group of the first replica."""
         if self.ranks.replicas > 1:
             members = [*range(self.ranks.shards)]
             self._groups["first"] = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
@@ -234,8 +234,8 @@ class World:
 
     @contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Make what the ranks' devices exchange tensors by, and keep it unless an error ends the block: what
-        that takes of a device's memory, it has from the start."""
+        """Connect the ranks' devices, and keep the connection unless an error ends the block. It takes its
+        share of the devices' memory at the start."""
         try:
             if self.size > 1:
                 with self.together():
@@ -365,7 +365,7 @@ class World:
             _destroy(self._groups)
 
     def end_script(self) -> None:
-        """Let no rank wait for this one, whose script is over."""
+        """Tell the other ranks that this rank's script is over."""
         if self._words.is_forked:
             return
         self.disconnect()
@@ -392,7 +392,7 @@ def _destroy(groups: dict[str, Any]) -> None:
 
 
 def _drop(words: LastWords, groups: dict[str, Any]) -> None:
-    """Let no rank wait for this one, whose program is gone; in a thread, as whoever dropped it may hold any
+    """Tell the other ranks that this rank's program is gone; in a thread, because the caller may hold any
     lock."""
 
     def leave() -> None:

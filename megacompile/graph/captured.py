@@ -43,15 +43,14 @@ class Captured:
     tensors that ``structure`` surrounds in what the forward, or a function of the user's, returned. All that
     writes are new values of buffers (:data:`WRITE`).
 
-    The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the
-    index of a tensor leaf of the batch, a constant tensor. After the batch's leaves come those that
-    ``prologue`` makes of it on the host, where the forward needs values of the batch. ``rng`` names the
-    int64 [2] seed input;
-    ``outside`` says that the results are trained on, by a loss that the graph does not hold;
-    ``trainable`` holds the names of the parameters that require a gradient. ``rows`` are, by placeholder,
-    values that the host makes of a batch and of parameters. ``blind`` says that the loss is known not to
-    depend on padding at the right, of which attention gets no mask. ``returned`` is what the forward
-    returned, where a function of the user's made the results of it.
+    The four dictionaries map placeholder names to: a parameter's first name, a buffer's name, the index of a
+    tensor leaf of the batch, a constant tensor. After the batch's leaves come those that ``prologue`` makes
+    of it on the host, where the forward needs values of the batch. ``rng`` names the int64 [2] seed input.
+    ``outside``: the results are trained on, by a loss outside of the graph. ``trainable`` holds the names of
+    the parameters that require a gradient. ``rows`` are, by placeholder, values that the host makes of a
+    batch and of parameters. ``blind`` says that the loss is known not to depend on padding at the right, of
+    which attention gets no mask. ``returned`` is what the forward returned, where a function of the user's
+    made the results of it.
     """
 
     graph: fx.Graph

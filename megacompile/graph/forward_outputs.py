@@ -98,7 +98,8 @@ def identity(function: Callable[..., Any]) -> Any:
 
 
 def copy_results(graph: fx.Graph, mode: FakeTensorMode, *, shared: bool) -> None:
-    """Let each result be dense, in memory of its own: an input, or a view of something larger, is copied.
+    """Copy each result that is an input, or a view of something larger, so that all are dense in memory of
+    their own.
 
     So is, where ``shared``, what something else in the graph reads: no other gradient is added to a result's.
     """

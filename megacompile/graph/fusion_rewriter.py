@@ -1,10 +1,10 @@
 """Fuse: subgraphs of the captured forward become single operators with kernels of their own.
 
 In: :class:`~megacompile.graph.captured.Captured`. Out: the same with a rewritten copy of the graph, and
-:class:`~megacompile.graph.fusion_report.Fusions`, which says what was replaced where, what nearly was and
-why not. Invariants: a subgraph is replaced only if nothing else reads its inner values, but logits without
-a gradient, which are computed again in the parts that are read; and only after the fused operator agreed
-with it on random inputs, gradients included, or where the same operators multiply in another order; a new
+:class:`~megacompile.graph.fusion_report.Fusions`, which says what was replaced where, what nearly was and why
+not. Invariants: a subgraph is replaced only if nothing else reads its inner values. The exception are logits
+without a gradient: the parts that are read are computed again. The fused operator has agreed with the
+subgraph on random inputs, gradients included, unless the same operators only multiply in another order. A new
 node carries a value of its result and stands in the module whose work it does.
 """
 

@@ -12,8 +12,8 @@ ignores, so the loss does not depend on anything there. The same is true of valu
 such labels are ignored, as outputs for a loss outside of the program may be. Hence nothing at padding gets
 a gradient, nor gives one to a weight.
 
-What refutes the proof: a graph that still reads the mask, as a router's loss does that counts tokens by it;
-a router's loss that counts all; convolutions, recurrences, logits among the results.
+These refute the proof: a graph that still reads the mask, as a router's loss does to count tokens; a router's
+loss over all tokens; convolutions, recurrences, logits among the results.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What operators do to the dimension of a sequence: one analysis, for padding and for chunks of positions.
 
-:func:`carried` says of an operator's argument which of its dimensions are dimensions of the result too,
-where each element is made of that element alone, and which the operator works over. Each rule is a sufficient
+:func:`carried` sorts the dimensions of an operator's argument: dimensions of the result too, whose elements
+are made of that element alone, and dimensions that the operator works over. Each rule is a sufficient
 condition. What no rule knows works over all dimensions.
 
 :class:`Positions` follows a property from node to node with it: *an element of position p in row b depends on
 positions up to p of row b alone*. Operators on elements, or over other dimensions than those of rows and
-positions, keep it, and so do causal attention, parts and joined parts. Of any other operator nothing is
-known, and so it is refused.
+positions, keep it, and so do causal attention, parts and joined parts. Any other operator is refused, because
+nothing is known of it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def worked_over(node: fx.Node, rank: int) -> set[int]:
 
 
 def carried(node: fx.Node, argument: fx.Node) -> Carried:
-    """Return for each dimension of an argument the result's, where an index of it is made of the same index
-    alone; None where it is made of others too, or where that is not known.
+    """Return for each dimension of an argument the result's, if an index of it is made of the same index
+    alone; None if it is made of others too, or nothing is known.
 
     Results and arguments of several tensors have their positions in the same dimensions: the first one stands
     for all.

@@ -1,13 +1,13 @@
 """Tile: weights that are too large to be on the device whole become several parameters of rows each.
 
-In: :class:`~megacompile.graph.captured.Captured` and the rows at which parameters are cut. Out: the same
-with a rewritten copy of the graph, in which every piece is a parameter of its own, ``name[start:stop]``,
-and what it takes part in is marked, so that partition makes a block of it: an embedding looks its tokens up
-piece by piece, or leaves that to the host (``rows``), a linear layer computes some of its outputs, a
-product with [inputs, outputs] uses some of its inputs, a head adds to the loss what one range of the
-vocabulary does (``head``), a bank computes some of its experts (``experts``). Anything else that reads a
-cut parameter is given the pieces put together, which is right for every operator and saves nothing.
-Invariant: no tile reads more than one piece of a parameter.
+In: :class:`~megacompile.graph.captured.Captured` and the rows at which parameters are cut. Out: the same with
+a rewritten copy of the graph. Every piece is a parameter of its own, ``name[start:stop]``. Its operators are
+marked, so that partition makes a block of them: an embedding looks its tokens up piece by piece, or leaves
+that to the host (``rows``), a linear layer computes some of its outputs, a product with [inputs, outputs]
+uses some of its inputs, a head adds to the loss what one range of the vocabulary does (``head``), a bank
+computes some of its experts (``experts``). Anything else that reads a cut parameter is given the pieces put
+together, which is right for every operator and saves nothing. Invariant: no tile reads more than one piece of
+a parameter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What torch's caching allocator holds for a sequence of requests, by its own rules.
 
-In: sizes in the order in which one stream takes them and gives them back, the most that may be held. Out:
-the bytes held, page by page. The rules are those of ``CUDACachingAllocator.cpp`` with expandable segments:
-requests of up to 1 MiB in a segment of their own; the smallest free block that is large enough, split;
-blocks that are free side by side made one; where none is large enough, whole pages mapped behind a free
-block or in the first gap; and where that would go beyond the limit, first every page that is free as a
-whole unmapped. ``tests/simulated/test_pages.py`` compares it with the allocator itself.
+In: sizes in the order in which one stream takes them and gives them back, the most that may be held. Out: the
+bytes held, page by page. The rules are those of ``CUDACachingAllocator.cpp`` with expandable segments:
+requests of up to 1 MiB in a segment of their own; the smallest free block of sufficient size, split; free
+blocks side by side made one; if none is large enough, whole pages mapped behind a free block or in the first
+gap; if these would go beyond the limit, first every wholly free page unmapped.
+``tests/simulated/test_pages.py`` compares it with the allocator itself.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Segment:
         block.free = False
 
     def give(self, block: _Block) -> None:
-        """Make a block free, one with those beside it."""
+        """Free a block, and join it with free blocks beside it."""
         block.free = True
         self._add(self._merged(block))
 

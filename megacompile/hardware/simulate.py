@@ -1,8 +1,8 @@
 """Simulate when each operation of a step runs on a machine, and how long the step takes.
 
-Event-driven over the streams of the light step, each in order as issued, with the waits that the step
-contains, and with what streams share where the machine says that they do. It is the planner's objective and
-reads the very step that is emitted.
+Event-driven over the streams of the light step, each in order as issued, with the step's waits, and with the
+bandwidth that streams share by the machine's description. It is the planner's objective and reads the very
+step that is emitted.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _state_seconds(op: Op, machine: Machine) -> float:
 def _fabric_seconds(op: Op, machine: Machine) -> float:
     """The slower of what a device and what its machine get from the others.
 
-    Gathered weights enter a machine once and go round its devices. Of gradients that all ranks exchange,
-    each of its devices gets its own part from every device elsewhere.
+    Gathered weights enter a machine once and go round its devices. Each of its devices gets its own part of
+    the gradients that all ranks exchange, from every device elsewhere.
     """
     assert machine.fabric_bandwidth is not None
     entering = op.nbytes * (machine.nodes - 1) / machine.nodes

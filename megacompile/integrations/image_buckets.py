@@ -66,8 +66,8 @@ class Bucket(NamedTuple):
 def measure(collator: Collator, dataset: Any, *, workers: int = 0) -> list[Sizes]:
     """Return the sizes of each example, which is collated alone for that, by as many ``workers``.
 
-    Of a collator's ``processor``, as TRL's has one, the part for images sees their sizes alone: files that
-    are opened lazily are not decoded.
+    The images' part of a collator's ``processor``, as TRL's has one, sees sizes alone: files that are opened
+    lazily are not decoded.
     """
     with images_by_size(collator):
         measured = functools.partial(_measured_sizes, collator)
@@ -342,8 +342,8 @@ class _Fill:
         return len(row.grids), tokens, windows
 
     def images_of_zeros(self, rows: Sequence[Sizes], bucket: Bucket) -> list[list[Grid]] | None:
-        """Return the images that each row of a batch ends with, so that it has its bucket's sizes; None where
-        it has no room."""
+        """Return the images to end each row of a batch with, so that it has its bucket's sizes; None if it
+        has no room."""
         images, tokens, windows = map(sum, zip(*map(self._of, rows), strict=True))
         free = [bucket.tokens - row.tokens for row in rows] + [bucket.tokens] * (bucket.rows - len(rows))
         if len(free) > bucket.rows or min(free) < 0 or bool(images) != bool(bucket.images):

@@ -22,8 +22,8 @@ _DEFAULTS: dict[signal.Signals, Any] = {
 
 
 class Interruption(TrainerCallback):
-    """Stops a training behind the update in which a signal came; ``stopped`` says that it did, and
-    ``stopped_by`` which.
+    """Stops a training behind the update in which a signal came; ``stopped`` is set then, ``stopped_by`` is
+    the signal.
 
     At the end of an epoch it stops behind what is due there, so that a resumed run misses none of it.
     """

@@ -46,8 +46,8 @@ class Forwards(Protocol):
 
 
 def plan_training(trainer: Any, steps: Any, program: Program, micro: list[dict[str, Any]]) -> None:
-    """Plan all programs that are known of a training, which begins with these micro-batches, and refuse,
-    before the first step, a budget in which one of them does not fit."""
+    """Plan all known programs of a training, which begins with these micro-batches. Before the first step,
+    refuse a budget that is too small for one of them."""
     first = {"training": functools.partial(program.prepare, micro, **steps.preparation())}
     with same_draws():
         later = trainer._later_programs(program, micro)
@@ -148,7 +148,7 @@ def same_draws() -> Iterator[None]:
 def fewer_rows(needs: Sequence[tuple[int, int]], budget_bytes: int) -> int:
     """The rows of a batch to try next, of the (rows, least bytes) that were too many so far.
 
-    Bytes are nearly linear in rows: two batches tell what none at all would need. After one, that counts as
+    Bytes are nearly linear in rows: two batches tell what none at all would need. One row before counts as
     nothing, so that no number that fits is passed over.
     """
     rows, least = needs[-1]

@@ -27,8 +27,8 @@ from megacompile.user_warning import warn_user
 
 
 class Writing:
-    """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept. Of several
-    ranks of a ``world`` each writes its part of the state, and the first all else."""
+    """A checkpoint that is being written to ``folder``; ``limit`` is how many of them are kept. Each of
+    several ranks of a ``world`` writes its part of the state, and the first all else."""
 
     def __init__(self, folder: Path, state: TrainerState, limit: int | None, world: World) -> None:
         self.folder = folder
@@ -50,8 +50,8 @@ class Writing:
 
     @contextlib.contextmanager
     def small(self) -> Iterator[None]:
-        """Write small files; that the disk did not take one is raised where ranks :meth:`agree`, which the
-        others reach too."""
+        """Write small files; the error of a full disk is raised in :meth:`agree`, because the other ranks
+        reach it too."""
         try:
             yield
         except Exception as error:

@@ -103,8 +103,8 @@ def _checksum(file: Path) -> str:
 
 
 def _check_sums(folder: Path) -> bool:
-    """Refuse files that are not those which were written; False where nothing says what these were, as in a
-    checkpoint of an older version."""
+    """Refuse files that differ from those that were written; False if nothing tells, as in a checkpoint of an
+    older version."""
     path = folder / _CHECKSUMS
     if not path.exists():
         return False

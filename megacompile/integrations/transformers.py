@@ -293,7 +293,8 @@ class Mixin(_Upstream):
                 batch_size = fewer_rows(needs, error.budget_bytes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream, which makes one step more where a training that has ended is resumed."""
+        """Run an epoch as upstream, but without its one step more for a training that is resumed after its
+        end."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return

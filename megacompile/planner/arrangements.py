@@ -1,9 +1,9 @@
 """Arrange counts at places, and change one plan into its neighbours.
 
-A :class:`~megacompile.planner.linear_program.Mixture` says how many; these functions say which. "runs"
-gives blocks that wait on the host the first places, those that keep most the last ones, holds the last
-weight groups, and leaves the state of the first on the device; "spread" mixes all treatments evenly, so
-that no stretch of the step loads one stream more than another.
+A :class:`~megacompile.planner.linear_program.Mixture` says how many; these functions say which. "runs" gives
+the first places to blocks that wait on the host, the last ones to blocks that keep most; it holds the last
+weight groups, and leaves the state of the first on the device. "spread" mixes all treatments evenly, so that
+no stretch of the step loads one stream more than another.
 """
 
 from __future__ import annotations

@@ -42,16 +42,17 @@ class Bound:
 def lower_bound(
     work: Workload, mode: Mode, machine: Machine, step: Step, *, model_flops: float | None = None
 ) -> Bound:
-    """Model FLOPs at the rates of products and of attention, or its launches; and each operation that a
-    trained group has in ``step``, once: its weights down, its gradient up, its norm and its update.
+    """Bound the seconds of a step from below: model FLOPs at the rates of products and of attention, or its
+    launches; and each operation of a trained group in ``step``, once: its weights down, its gradient up, its
+    norm and its update.
 
-    Without clipping all of these may overlap. Where updates wait for the end of the backward (clipping,
-    accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward, which
-    needs weights that were updated after it, but for the rows of tables that no micro-batch names. Of the
-    step, only the place of the groups' state is taken to be given: those on the device do without copies over
-    the link and host updates, not without exchanges; what is on a drive is read and written once a step.
-    ``model_flops`` are of the whole step; None takes those of the least functions of all blocks. Of several
-    ranks the bound is that of one, and of its own link and host.
+    Without clipping all of these may overlap. If updates wait for the end of the backward (clipping,
+    accumulation), a step is a backward, whose gradients leave meanwhile, and then a forward on updated
+    weights, except for rows of tables that no micro-batch names. Only the place of the groups' state is taken
+    from the step: groups on the device do without copies over the link and host updates, not without
+    exchanges; what is on a drive is read and written once a step. ``model_flops`` are of the whole step; None
+    takes those of the least functions of all blocks. For several ranks the bound is that of one, with its own
+    link and host.
     """
     m = mode.micro_batches
     ahead, back = m * least_flops(work, backward=False), m * least_flops(work, backward=True)

@@ -1,10 +1,10 @@
 """Find the device bytes that a step holds at some time, whatever else its plan says.
 
 In: a workload and a mode; then, if need be, the checkpoint policies of a plan. Out: bytes, found without
-lowering anything. While a block's function runs, what it reads is on the device beside its own tensors, and
-so is what passes by it: values of earlier blocks that later forwards read, gradients that earlier blocks
-await, leaves of the batch that anything still reads. Only what a block's own backward alone still reads may
-wait elsewhere. So no cuts are weighed that cannot help, and no budget is searched that nothing meets.
+lowering anything. While a block's function runs, its arguments are on the device beside its own tensors. So
+is what passes by it: values between earlier blocks and later forwards, gradients for earlier blocks, leaves
+of the batch with readers to come. Only what a block's own backward alone still reads may wait elsewhere. So
+no cuts are weighed that cannot help, and no budget is searched that nothing meets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lowest_bytes(work: Workload, mode: Mode, checkpoints: Sequence[str] = ()) ->
 
 def values_bytes(part: Partition) -> int:
     """Return the part of the lowest bytes that is known before blocks are differentiated: while the forward
-    of a block runs, the values that it reads, or those that it makes, and those that pass by it."""
+    of a block runs, its arguments, or its results, and the values that pass by it."""
     reads = [{i.value for i in block.inputs if i.kind == "value"} for block in part.blocks]
     made = {v: value.producer for v, value in enumerate(part.values) if value.producer >= 0}
     sizes = [value.nbytes for value in part.values]

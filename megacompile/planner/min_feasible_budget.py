@@ -59,8 +59,8 @@ def small_plans(work: Workload, mode: Mode) -> Iterator[Least]:
     """Plans of small peak: all blocks alike; then mixtures of what is kept. One that is sure to need no less
     than one before has a lower bound of its bytes.
 
-    Blocks that differ may need less when they are treated differently: not where it is all the same to the
-    leanest plans what blocks keep, and hardly where one of them is close to the lower bound.
+    Blocks that differ may need less when they are treated differently. They do not if the leanest plans need
+    the same whatever blocks keep, and hardly if one of these plans is close to the lower bound.
     """
     best: Least | None = None
     seen: set[Plan] = set()

@@ -1,8 +1,8 @@
 """Tiers: which weight groups' state goes to NVMe, so that what a step takes of the host fits beside the rest.
 
 In:  group layouts, a state format, a host budget. Out: :class:`Drive`, which gives any plan a ``state`` per
-group: of the placements that leave the step its host bytes, the one that moves the fewest over the drive.
-Where none leaves enough, offloaded activations go there too.
+group: the placement with the fewest bytes over the drive, of those that leave the step its host bytes. Where
+none leaves enough, offloaded activations go there too.
 
 Last groups go first: in a step they are updated first and wanted again last.
 """
@@ -56,9 +56,9 @@ class _Placement(NamedTuple):
 
 
 class Drive:
-    """Placements to choose from. ``room`` is the most host bytes that any leaves to a step, ``spare`` what
-    the one that moves least leaves: state that a step takes the place of beyond it moves to the drive.
-    ``takes_activations`` says whether offloaded activations may go there.
+    """Placements to choose from. ``room`` is the most host bytes that any placement leaves to a step,
+    ``spare`` the bytes under the placement with the least traffic: a step that takes more displaces state to
+    the drive. ``takes_activations`` says whether offloaded activations may go there.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Drive:
         return hashlib.sha256(key.encode()).hexdigest()
 
     def place(self, plan: Plan, taken_bytes: int) -> Plan:
-        """The plan over the placement that moves least of those that leave a step ``taken_bytes``, with as
-        many buffers as it asks for, or nearly; over the one that leaves most where none leaves so much.
+        """Return the plan over the placement that moves least while it leaves a step ``taken_bytes``, with as
+        many buffers as the plan asks for, or nearly; if none leaves so much, over the one that leaves most.
         """
         for window in sorted(self._placements, key=lambda w: abs(w - plan.window)):
             placements = self._placements[window]

@@ -1,11 +1,11 @@
 """Floor: seconds and bytes that no step with a plan's choices can do without, without lowering the plan.
 
-In: what the parts of a step cost; then plans. Out, as seconds, the larger of two sums. All compute, with
-what lies between the last gradient of a step and the next forward: that gradient's way out, the update that
-needs it, the fetch of the updated weights. And, where updates wait for the end of the backward, all updates
-with all compute that follows the first use of the group that is updated last. As bytes, what blocks keep
-and what groups are held. All hold however well everything else overlaps, so no plan is lowered whose floor
-is above the best step or above the budget.
+In: what the parts of a step cost; then plans. Out, as seconds, the larger of two sums. All compute, with what
+lies between the last gradient of a step and the next forward: that gradient's way out, the update that needs
+it, the fetch of the updated weights. And, if updates wait for the end of the backward, all updates with all
+compute behind the first use of the group with the last update. As bytes, what blocks keep and what groups are
+held. All hold however well everything else overlaps, so no plan is lowered whose floor is above the best step
+or above the budget.
 """
 
 from __future__ import annotations

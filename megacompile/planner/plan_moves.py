@@ -170,8 +170,8 @@ def _blocks(work: Workload, windows: OffloadWindows, plan: Plan) -> Iterator[Pla
 
 
 def _longest_windows(plan: Plan) -> Windows:
-    """The longest windows of further offloads: any in which copies hide, where some of the plan's are longer
-    than the shortest; none at all where its own are just in time."""
+    """Return the longest windows of further offloads: any in which copies hide, if some of the plan's are
+    longer than the shortest; none at all if its own are just in time."""
     found = [Windows(b.reload, b.free_after) for b in plan.blocks if b.saved_on != "device"]
     if max(found, default=SHORTEST) > SHORTEST:
         return LONGEST

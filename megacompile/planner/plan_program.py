@@ -59,7 +59,8 @@ class PlanTerms:
         return mode.kind == "train" and self.residents is None and self.planner is None and not stored
 
     def drive(self, assembly: Assembly) -> Drive | None:
-        """The places where state may live beside RAM, as long as that is not decided; then where it does."""
+        """Return the places that state may have beside RAM until this is decided, then the places that it
+        has."""
         if self.tiers is None or not self.tiers.stored:
             return None
         if self.placement is None:
@@ -105,9 +106,10 @@ def first_that_fits(
 ) -> T | TooSmall:
     """Return what ``plan`` gives for the first number of positions in a chunk that fits.
 
-    It is told how many bytes activations alone may take for finer cuts to be tried: the budget; where nothing
-    fits, once more, the least that any chunk needed so far, for chunks that needed less than all longer ones.
-    Where none fits, the least budget of all chunks. Raises what a plan that was given does for each of them.
+    Its argument is the most bytes that activations alone may take for finer cuts to be tried. That is the
+    budget. If nothing fits, chunks that needed less than all longer ones are planned once more, with the
+    least that any chunk needed so far. Where none fits, the least budget of all chunks. Raises what a plan
+    that was given does for each of them.
     """
     least: TooSmall | None = None
     other: MegacompileError | None = None

@@ -61,14 +61,14 @@ def search(
     the least feasible budget where nothing fits.
 
     ``host_budget`` bounds the host bytes of a step beyond masters and moments: kept gradients, buffers,
-    offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A
-    ``drive`` bounds them instead: by what all state leaves in RAM, where a plan meets that, so that nothing
-    wears the drive; else each plan is scored over the state's best placement beside what its step takes.
-    The state of the groups ``residents`` may be on the device. That of ``resident`` is there from another
-    program: it stays where a plan with all of it fits, else as much of it as the fastest leaves room for.
-    ``also`` are plans to score as well, such as those of smaller budgets: what is found is never slower than
-    one of them that fits. On an interrupt the best plan so far is returned, if any. What was found is kept
-    for later searches for the same.
+    offloaded activations; where no plan meets it, it is as if not given, and the caller refuses. A ``drive``
+    bounds them instead: by the RAM beside all state, if a plan meets that, so that nothing wears the drive.
+    Otherwise each plan is scored over the state's best placement beside the bytes of its step. The state of
+    the groups ``residents`` may be on the device. That of ``resident`` is there from another program: it
+    stays where a plan with all of it fits, else as much of it as the fastest leaves room for. ``also`` are
+    plans to score as well, such as those of smaller budgets: what is found is never slower than one of them
+    that fits. On an interrupt the best plan so far is returned, if any. What was found is kept for later
+    searches for the same.
     """
     states = tuple(group.state_bytes for group in work.groups)  # the digest leaves them out
     places = sorted(residents), sorted(resident), drive and drive.digest

@@ -149,8 +149,8 @@ def _fill(
 def fixed(candidates: Candidates) -> None:
     """Plans that treat everything alike, and the schedules of other systems.
 
-    Of each the shape whose transfers run furthest ahead of those that fit; others where that one helps. Where
-    streamed groups do not fit, held ones do not either.
+    Each has the fitting shape whose transfers run furthest ahead; further shapes are tried if that one helps.
+    Where streamed groups do not fit, held ones do not either.
     """
     residencies = ("stream", "step") if candidates.mode.micro_batches == 1 else ("stream", "micro", "step")
     for order, checkpoint, saved_on in product(
@@ -171,7 +171,8 @@ def fixed(candidates: Candidates) -> None:
 
 
 def all_resident(candidates: Candidates) -> None:
-    """All state on the device, where that leaves room: of each shape the plan that keeps most and fits."""
+    """Score plans with all state on the device, if that leaves room: for each shape the fitting plan that
+    keeps most."""
     groups = [candidates.work.groups[g] for g in candidates.residents]
     if not groups or sum(g.resident_bytes for g in groups) > candidates.budget_bytes:
         return
@@ -242,9 +243,9 @@ def fill_device(candidates: Candidates, groups: Collection[int]) -> None:
     """Keep the state of as many more of these groups on the device as fit beside the best plan, if that is
     faster.
 
-    Frozen groups, which are all weights, come first, and stay from step to step even where that is as fast
-    and no faster. Then others in the order of the forward: theirs are the updates that end a step last and
-    that the next step wants first. Modes that do not train take all that fit, so that state need not move.
+    Frozen groups, which are all weights, come first, and stay from step to step even if that is no faster.
+    Then others in the order of the forward: theirs are the updates that end a step last and that the next
+    step wants first. Modes without training take all groups that fit, so that state need not move.
     """
     work, best = candidates.work, candidates.best
     if best is None or any(group.state.startswith("nvme") for group in best.plan.groups):

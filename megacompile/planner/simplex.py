@@ -65,7 +65,7 @@ def _descend(body: Array, basis: NDArray[np.int64], costs: Array, usable: int) -
 
 
 def _pivot(body: Array, basis: NDArray[np.int64], row: int, column: int) -> None:
-    """Let a column enter the basis in a row."""
+    """Bring a column into the basis in a row."""
     body[row] /= body[row, column]
     others = np.arange(len(body)) != row
     body[others] -= np.outer(body[others, column], body[row])

@@ -104,17 +104,16 @@ def choose(
     most: int = sys.maxsize,
     fits_host: Callable[[Tiling, Planned], bool] = lambda tiling, planned: True,
 ) -> tuple[Tiling, Planned] | TooSmall:
-    """The faster of the first tiling that fits and the one after it, of those for which the host has room
-    where it has for any; candidates come coarsest first.
+    """Return the faster of the first tiling that fits and its successor, or TooSmall; candidates come
+    coarsest first. Tilings without room on the host count only if there is none with room.
 
-    Where the first needs no more than half of the budget, it is taken as it is, unless finer cuts might leave
-    room on the device for more of the state, where that may be (``resides``). Cuts that leave hardly any more
-    room are hardly faster, and not planned. ``gathers`` says that the second tiling gathers rows of tables,
-    whose state then stays with the host. It moves fewer bytes, so it is the first, unless all state has room
-    on the device, where tables are best. Where other blocks read a table too, as a tied head does, either may
-    be faster, and both are planned.
-    Where none fits, what ``plan`` gives for the tiling of the least budget, of the tilings up to one whose
-    activations alone take more than ``most`` bytes.
+    If the first needs no more than half of the budget, it is taken as it is, unless finer cuts might make
+    room for state on the device (``resides``). Cuts that leave hardly any more room are hardly faster, and
+    not planned. ``gathers`` says that the second tiling gathers rows of tables, whose state then stays with
+    the host. It moves fewer bytes, so it is the first, unless all state has room on the device, where tables
+    are best. Where other blocks read a table too, as a tied head does, either may be faster, and both are
+    planned. Where none fits, what ``plan`` gives for the tiling of the least budget, of the tilings up to one
+    whose activations alone take more than ``most`` bytes.
     """
     best: tuple[Tiling, Planned] | None = None
     tightest: tuple[int, Tiling] | None = None

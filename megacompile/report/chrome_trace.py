@@ -1,10 +1,10 @@
 """Write a schedule in the trace event format that Perfetto and ``chrome://tracing`` open.
 
-Process 0 is the predicted step, process 1 the measured one where a run was recorded; each stream is a
-thread. Device memory is a counter over the predicted times. Times are in microseconds from the begin of the
-step, or of its first operation where that begins before it, so that none is negative: readers may drop what
-is. They are whole eighths: exact as floats, so that slices of a thread, which must not overlap, do not
-overlap in a reader that turns start and duration into whole nanoseconds one by one.
+Process 0 is the predicted step, process 1 the measured one where a run was recorded; each stream is a thread.
+Device memory is a counter over the predicted times. Times are in microseconds from the begin of the step, or
+of its first operation if that is earlier, because readers may drop negative times. They are whole eighths,
+which are exact as floats. So slices of a thread do not overlap in a reader that turns start and duration into
+whole nanoseconds one by one.
 """
 
 from __future__ import annotations

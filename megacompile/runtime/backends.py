@@ -66,8 +66,8 @@ def open_backend(device: str | torch.device | None, compute_dtype: torch.dtype) 
 
 
 def _own_gpu() -> int:
-    """This process's GPU where none is named: by its number among those that ``torchrun`` started on this
-    machine, each of which may be shown its own GPU alone; else torch's current one."""
+    """Return this process's GPU, if none is named: by its number among the processes that ``torchrun``
+    started on this machine, each of which may see its own GPU alone; else torch's current one."""
     local, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
     if local is None or count == 1:
         return torch.cuda.current_device()
@@ -99,9 +99,9 @@ def _cuda(device: torch.device, compute_dtype: torch.dtype) -> Backend:
 
 
 def _machine_of(device: torch.device, dtype: Dtype) -> Machine:
-    """Return the machine that ``megacompile profile`` measured; else, and for links to other cards, the
-    built-in profile that a card's name fits best, an H100's where none does, with its own number of
-    multiprocessors."""
+    """Return the machine that ``megacompile profile`` measured. Otherwise, and for links to other cards,
+    return the built-in profile whose name fits the card's best, an H100's if none does, with the card's
+    number of multiprocessors."""
     name = torch.cuda.get_device_name(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     words = name.lower().replace("-", " ").split()

@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let a program's method run while no other does, in any thread, and in none of torch's modes.
+    """Run a program's method while no other runs in any thread, and outside of torch's modes.
 
     A :class:`CaptureError`, whose message names the line of the user's code, shows the caller's frames alone.
     """
@@ -80,7 +80,7 @@ def refuse_autocast() -> None:
 
 @contextlib.contextmanager
 def whole_step() -> Iterator[None]:
-    """Let a step end before Ctrl-C is raised, which leaves no half of an update; twice stops it at once."""
+    """Delay Ctrl-C to the end of a step, so that no update stays half done; a second one stops at once."""
     usual, pressed = signal.default_int_handler, threading.Event()
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not usual:

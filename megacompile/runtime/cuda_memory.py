@@ -51,7 +51,7 @@ class CudaMemory(CudaApi, Protocol):
     """Whether segments of torch's allocator grow in place."""
 
     def enter(self) -> None:
-        """Make the device the calling thread's, which CUDA would give the first one, and memory of it."""
+        """Set the calling thread's device, because CUDA would give it the first one, with memory there."""
 
     def current(self) -> Any:
         """The calling thread's stream."""
@@ -66,8 +66,8 @@ class CudaMemory(CudaApi, Protocol):
         """Page-locked host bytes (uint8) of any content."""
 
     def register(self, tensor: Tensor) -> list[int]:
-        """Page-lock the memory of a host tensor where it is: the ends of its pieces, in bytes from where it
-        begins; the last one lies before the tensor's end where the system refuses the rest."""
+        """Page-lock the memory of a host tensor in place, and return the ends of its pieces, in bytes from
+        its begin; the last one lies before the tensor's end if the system refuses the rest."""
 
     def page_locked_bytes(self) -> int:
         """The bytes that :meth:`register` page-locked."""
@@ -79,7 +79,7 @@ class CudaMemory(CudaApi, Protocol):
         """Undo what :meth:`register` and :meth:`limit` did."""
 
     def limit(self, nbytes: int) -> None:
-        """Make torch's allocator refuse to hold more."""
+        """Limit torch's allocator to so many bytes."""
 
     def context_bytes(self) -> int:
         """The bytes that the process holds on the device besides torch's allocator."""
@@ -98,10 +98,9 @@ class CudaMemory(CudaApi, Protocol):
 
 
 def spare_bytes(budget_bytes: int, growing: bool = True) -> int:
-    """Return what of a budget is left to kernels' scratch that no replay has, and to what the driver takes
-    after the
-    plan: for modules of kernels, and for the local memory of those that spill. Where segments do not grow
-    (see :func:`set_allocator`), what is free in one and too small counts too."""
+    """Return the bytes of a budget that are left for kernels' scratch outside of any replay, and for the
+    driver's allocations after the plan: modules of kernels, and local memory of kernels that spill. If
+    segments do not grow (see :func:`set_allocator`), free pieces of segments that are too small count too."""
     driver = max(_LEAST_SPARE, min(budget_bytes // _SPARE_SHARE, _MOST_SPARE))
     return driver if growing else driver + budget_bytes // _FIXED_SHARE
 
@@ -318,10 +317,10 @@ def _page_locked(device: torch.device) -> PageLocked:
 
 @functools.cache
 def set_allocator(device: torch.device) -> bool:
-    """Let segments grow in place: no byte of the budget is lost to blocks that do not fit any more. Whether
-    the driver can: some virtual machines' cannot.
+    """Set torch's allocator to grow segments in place, so that no byte of the budget is lost to blocks that
+    do not fit any more. Returns whether the driver can: some virtual machines' cannot.
 
-    And let cuBLAS keep its workspaces; from torch 2.15 on (PR 194311) each product would take and give back
+    cuBLAS keeps its workspaces, too; from torch 2.15 on (PR 194311) each product would take and give back
     its own, unless the process has made one before.
     """
     os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

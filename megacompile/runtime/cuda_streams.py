@@ -12,9 +12,9 @@ for it has up to three parts:
   events that may imply each other, and callbacks are no part of those: so it waits for the callback of every
   push issued before it in program order. Callbacks run in order; the last one is enough.
 
-On a device errors come late, out of whichever call comes next. All that workers call is therefore
-attempted: what a failed operation leaves is a failure for the caller and a mark that is issued, so that
-whoever waits for it goes on to find the failure.
+On a device errors come late, out of whichever call comes next. All calls of workers are therefore attempted:
+a failed operation leaves a failure for the caller, and its mark is issued, so that a waiting thread goes on
+to find the failure.
 
 Nothing here knows torch: streams and events come from an ``api`` (see :class:`CudaApi`), in tests one
 that records every call.
@@ -48,7 +48,7 @@ class CudaApi(Protocol):
         """A new event with ``record(stream)``, ``synchronize()`` (without spinning) and ``query()``."""
 
     def use(self, stream: Any) -> None:
-        """Make a stream the calling thread's own."""
+        """Set the calling thread's stream."""
 
     def seconds_between(self, first: Any, second: Any) -> float:
         """Device time between two records that are over."""
@@ -110,7 +110,8 @@ class CudaStreams(Workers):
             self._pushed = mark
 
     def wait(self, after: Iterable[Event]) -> None:
-        """Make the compute stream wait, the calling thread only until there is something to wait for."""
+        """Queue a wait on the compute stream; the calling thread waits only until there is something to wait
+        for."""
         for event in after:
             mark = self._marks.get(event)
             if mark is not None:
@@ -141,8 +142,8 @@ class CudaStreams(Workers):
         self._timed.append((self.trace, event, start, self.clock()))
 
     def synchronize(self) -> None:
-        """Wait until all that was submitted is over, then raise what went wrong, if anything did. Of a
-        device that failed, once: nothing is under way there any more."""
+        """Wait until all that was submitted is over, then raise what went wrong, if anything did. A device
+        that failed is waited for once: nothing is under way there any more."""
         try:
             if not self._closed:
                 for queue in self._queues.values():
@@ -203,7 +204,7 @@ class CudaStreams(Workers):
         return self._record(stream)
 
     def _follow(self, stream: Any, mark: Mark) -> None:
-        """Make a device stream wait for an operation."""
+        """Queue a wait for an operation on a device stream."""
         mark.issued.wait()
         if mark.event is not None:
             stream.wait_event(mark.event)

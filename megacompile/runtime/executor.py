@@ -914,8 +914,8 @@ class StepRun:
         return [replace(h, grad_scale=scale) for h in self._inputs.hypers]  # type: ignore[return-value]
 
     def _check_loss(self) -> None:
-        """Judge the losses before anything is changed; where compute runs ahead, at the first update. Of
-        several ranks none does so before it knows the losses of all."""
+        """Judge the losses before anything is changed; where compute runs ahead, at the first update. No rank
+        does so before it knows the losses of all."""
         if not self._inputs.check_loss or self._loss_checked or self._held.world.size > 1:
             return
         self._device.await_reads()

@@ -4,9 +4,9 @@ In:  a block's contribution to a weight group's gradient on every rank. Out: thi
 in FP32, in a buffer from which it leaves for the host.
 
 Each rank sends every other its part of the gradient and adds up what it got, in the order of ranks: as many
-bytes as a library's reduction sends, and the same sum on every backend, which is that of one process to
-which the ranks' batches come as micro-batches. Where several replicas train, the sums of each go round them
-in the same way, a shard at a time, which adds them up in the order of replicas.
+bytes as a library's reduction sends. The sum is the same on every backend, and that of one process with the
+ranks' batches as micro-batches. Where several replicas train, the sums of each go round them in the same way,
+a shard at a time, which adds them up in the order of replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fabric:
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
-        """Make the buffers as large as a step counts them, with nothing under way in those before."""
+        """Allocate the buffers as large as a step counts them, with nothing under way in those before."""
         if [s.nbytes for s in self._shards] == [*step.shards] and self._sent.nbytes == step.exchange_bytes:
             return
         synchronize()

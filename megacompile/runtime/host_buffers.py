@@ -61,8 +61,8 @@ class HostBuffers:
         return sum(p.nbytes for p in [*outside, self._extra]) + sum(self._host.nbytes().values())
 
     def prepare(self, step: Step, synchronize: Callable[[], None]) -> None:
-        """Make the ring as large as a step wants it and allocate its offloaded activations, with nothing
-        under way in a buffer that is replaced."""
+        """Allocate the ring as large as a step wants it, and its offloaded activations, with nothing under
+        way in a buffer that is replaced."""
         for i, nbytes in enumerate(step.ring):
             if i == len(self._ring) or self._ring[i].nbytes < nbytes:
                 synchronize()

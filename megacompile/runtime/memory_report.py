@@ -11,8 +11,8 @@ from megacompile.units import format_bytes
 class Memory:
     """Bytes on the device, measured beside predicted, and on the host by kind.
 
-    Of the host's bytes that a GPU copies, ``page_locked_bytes`` are page-locked where they lie;
-    ``staged_bytes``, which the system refused to page-lock, pass through buffers.
+    A GPU copies ``page_locked_bytes`` of the host's bytes in place; ``staged_bytes``, which the system
+    refused to page-lock, pass through buffers.
 
     ``resident_peak_bytes`` is of the whole process, Python and torch included.
     """

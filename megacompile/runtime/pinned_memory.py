@@ -1,7 +1,7 @@
 """Page-locked host memory: of tensors where they lie, and the process's own for batches and buffers.
 
 The process's own, for batches, losses and bounce buffers, is used again and never given back. When torch's
-page-locked tensors die, it asks the device of the copies that used them. On a device that is lost that call
+page-locked tensors die, it asks the device of the copies that used them. After the loss of a device that call
 throws within a destructor, which ends the process at once. So torch never gets them back: a piece that nobody
 holds any more waits here for the copies that it was used in, and is taken again.
 """
@@ -54,7 +54,7 @@ class PageLocked:
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def _collect(self) -> None:
-        """Make free what was dropped, as far as its copies are over."""
+        """Free the dropped tensors whose copies are over."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if dropped:
             self._leaving.append((self._record(), dropped))
@@ -86,8 +86,8 @@ class PageLocked:
 
 
 def page_lock(tensor: Tensor) -> tuple[list[tuple[int, int]], int]:
-    """Page-lock the whole pages that a host tensor lies in, in one piece; where the system refuses that, in
-    pieces of 1 GiB up to the first that it refuses: (their addresses from and to, CUDA's error code or 0)."""
+    """Page-lock the whole pages that a host tensor lies in, in one piece; if the system refuses, in pieces of
+    1 GiB up to the first refused one: (their addresses from and to, CUDA's error code or 0)."""
     start = first_page(tensor)
     stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -35,9 +35,9 @@ class StepInputs:
 @dataclass
 class StepResults:
     """The results of a run: losses per micro-batch, and the norm once clip_scale has run, if it will; of a
-    forward alone ``outputs``, its results by (value, micro-batch). Of several ranks the losses are those of
+    forward alone ``outputs``, its results by (value, micro-batch). With several ranks the losses are those of
     all once ``agree`` has run. ``stopped_by`` is a loss that was not finite, for which nothing is updated;
-    then ``finite`` says of the gradients that were looked at instead whether all were finite. ``origin`` is a
+    the gradients are looked at instead, and ``finite`` is True if all of them were finite. ``origin`` is a
     sentence on where what is not finite began, as far as that was still to be seen."""
 
     losses: list[Tensor] = field(default_factory=list)

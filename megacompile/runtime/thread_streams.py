@@ -79,7 +79,7 @@ class Workers:
             raise failure[1]
 
     def close(self) -> None:
-        """Let all threads finish their queues and end."""
+        """End all threads, after they have finished their queues."""
         if self._closed:
             return
         self._closed = True

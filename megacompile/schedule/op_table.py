@@ -219,12 +219,12 @@ Tokens = type[Token] | UnionType | tuple[()]
 class Spec:
     """One kind of operation.
 
-    What costs "state" runs on the compute stream where that state is on the device; a prefetch of weights
-    that are on the device, on the stream of collectives. ``place`` names the fields that follow the kind in
-    its event. ``arguments`` are what its method is given in emitted source: a field, or a name and what it
-    stands for: "read" and "write" are the first token, "reads", "writes" and "frees" all of them.
-    ``slot=``, ``after=`` and ``free=`` are printed besides where an operation has a buffer of the host
-    window, waits, or frees.
+    An operation of cost "state" runs on the compute stream if that state is on the device; a prefetch of
+    weights on the device runs on the stream of collectives. ``place`` names the fields that follow the kind
+    in its event. ``arguments`` are what its method is given in emitted source: a field, or a name and what it
+    stands for: "read" and "write" are the first token, "reads", "writes" and "frees" all of them. ``slot=``,
+    ``after=`` and ``free=`` are printed besides where an operation has a buffer of the host window, waits, or
+    frees.
     """
 
     meaning: str

@@ -20,9 +20,9 @@ LONGEST_WINDOW = 4  # operations in which saved activations leave the device, or
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """``checkpoint``: the checkpoint policy, what the block saves ("all", "some", "narrow", "attention",
-    "none", "least"); ``saved_on``: where that waits for the backward, "nvme" by way of a few host buffers;
-    ``reload``: how many compute operations ahead of its use it starts its way back, up to 4;
-    ``free_after``: how many operations it may take to leave the device, where it is freed then, 1 to 4."""
+    "none", "least"). ``saved_on``: the place of these values until the backward, "nvme" by way of a few host
+    buffers. ``reload``: how many compute operations ahead of their use they start their way back, up to 4.
+    ``free_after``: how many operations they may take to leave the device, 1 to 4."""
 
     checkpoint: str
     saved_on: Literal["device", "host", "nvme"] = "device"
@@ -56,12 +56,11 @@ class GroupPlan:
 class Plan:
     """One decision per block and weight group, and those of the whole step.
 
-    ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all
-    micro-batches through a layer). ``grad_lag`` counts the compute operations that a gradient may
-    take to leave the device, ``ring`` the host buffers through which streamed gradients pass, ``window``
-    those through which state from NVMe passes, as many for weights, and as many for offloaded activations.
-    ``workload`` is the digest of what the plan was made for; an empty one goes with any that has as many
-    blocks and groups.
+    ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all micro-batches
+    through a layer). ``grad_lag`` counts the compute operations that a gradient may take to leave the device,
+    ``ring`` the host buffers of streamed gradients, ``window`` the host buffers of state from NVMe, as many
+    for weights, and as many for offloaded activations. ``workload`` is the digest of what the plan was made
+    for; an empty one goes with any that has as many blocks and groups.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -136,11 +135,11 @@ def check_counts(plan: Plan, what: str) -> None:
 class Mode:
     """The mode of a step: which program of a model it is.
 
-    "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update"
-    applies them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of
-    the backward: with clipping, with several micro-batches, or where a fault must leave the state
-    whole. ``landed`` are the weight groups that an "update" applies where other kinds of batch have
-    given gradients to more groups than the one that it is lowered for.
+    "train" runs forward, backward and update; "accumulate" leaves gradients on the host, "update" applies
+    them, "evaluate" runs the forward alone. ``deferred`` says that updates wait for the end of the backward:
+    with clipping, with several micro-batches, or where a fault must leave the state whole. ``landed`` are the
+    weight groups that an "update" applies, if other kinds of batch have given gradients to more groups than
+    the update's own kind.
     """
 
     kind: Literal["train", "accumulate", "update", "evaluate"]
@@ -165,12 +164,12 @@ def updated_groups(work: Workload, mode: Mode) -> tuple[int, ...]:
 
 
 def named_bytes(work: Workload, mode: Mode, group: int) -> int:
-    """Bytes, as weights are streamed, of the most rows of a gathered table that a step names, where these are
-    updated apart from its other rows; 0 where one update is of all.
+    """Return the bytes of the most rows of a gathered table that a step names, in the dtype of streamed
+    weights, if these are updated apart from its other rows; 0 if one update is of all.
 
     Not apart are rows whose moments are in codes, whose blocks go over rows, and those that another optimizer
-    than Adam updates. Nor are those of tables in FP32 where a norm is taken: it has the bits of
-    ``clip_grad_norm_``, which depend on where in the whole table a row is.
+    than Adam updates. Nor are rows of FP32 tables if a norm is taken: it has the bits of ``clip_grad_norm_``,
+    which depend on a row's place in the whole table.
     """
     table, lookups = work.groups[group], work.lookups.get(group, ())
     if mode.kind != "train" or work.ranks > 1 or not lookups or not table.has_plain_moments:

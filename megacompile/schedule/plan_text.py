@@ -127,8 +127,8 @@ def loops_text(loops: tuple[int, int]) -> str:
 
 
 def cut_text(blocks: Sequence[str]) -> str:
-    """Say which weights were cut into how many pieces, and of which tables the host gathers rows, from the
-    names of blocks; "" where nothing was."""
+    """Name the weights that were cut, with their numbers of pieces, and the tables whose rows the host
+    gathers, from the names of blocks; "" if there are none."""
     pieces: dict[str, set[str]] = {}
     for name in blocks:
         if match := _PIECE.search(name):

@@ -1,9 +1,9 @@
 """The light step: one training step as a tuple of frozen operations on a few in-order streams.
 
-Operations on one stream run in program order. Between streams only ``waits`` orders them: an operation
-waits for the latest event of each name that was recorded before it in program order, as a CUDA event does.
-Device bytes that live between operations are tokens; a token is taken by the operation that writes it and
-given back by the one that lists it in ``frees``.
+Operations on one stream run in program order. Between streams only ``waits`` orders them: an operation waits
+for the latest event of each name that was recorded before it in program order, as a CUDA event does. Device
+bytes that live between operations are tokens; the operation that writes a token takes its bytes, the one with
+the token in ``frees`` gives them back.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def compute_op(
 class Step:
     """Operations in program order, the bytes of device tokens, and what the passes established.
 
-    ``slab_bytes`` is the size of the region that weight slots live in, ``ring`` the bytes of each host
-    buffer that gradients stream through, ``window`` how many buffers state and weights from NVMe each
-    pass through, ``resident`` the groups whose state is on the device (counted in ``constant_bytes``),
-    ``done`` the properties that passes have provided so far. Of several ranks, ``shards`` are the bytes of
-    each device buffer for a summed shard, ``exchange_bytes`` those of each of the two that gradients are
-    exchanged by, both counted in ``constant_bytes``.
+    ``slab_bytes`` is the size of the region of weight slots, ``ring`` the bytes of each host buffer for
+    streamed gradients, ``window`` the number of buffers for state and for weights from NVMe, ``resident`` the
+    groups whose state is on the device (counted in ``constant_bytes``), ``done`` the properties that passes
+    have provided so far. With several ranks, ``shards`` are the bytes of each device buffer for a summed
+    shard, ``exchange_bytes`` those of each of the two buffers for the exchange of gradients, both counted in
+    ``constant_bytes``.
     """
 
     ops: tuple[Op, ...]
@@ -168,8 +168,8 @@ def kept_gradients(step: Step) -> dict[int, bool]:
 
 
 def pushed_rows(step: Step) -> dict[int, int]:
-    """Groups of whose tables the rows that a step names are updated apart: the bytes of all gradients of
-    rows that are pushed, which are no less than those of the rows' sums in the same dtype."""
+    """Return the bytes of all pushed gradients of rows, for groups of tables whose named rows are updated
+    apart. They are no less than the bytes of the rows' sums in the same dtype."""
     apart = {op.group for op in step.ops if op.kind == "adam_rest"}
     return {
         g: sum(op.nbytes for op in step.ops if op.kind == "push_rows" and HostGrad(g) in op.writes)

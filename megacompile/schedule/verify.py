@@ -1,4 +1,4 @@
-"""Prove that a step is safe in every order that its streams allow, or say where it is not.
+"""Prove that a step is safe in every order that its streams allow, or name the first unsafe operation.
 
 The proof shares nothing with the passes but the meaning of an operation. The step is repeated, as in
 training; every operation gets a vector clock from stream order and waits; then each access to a token, a
@@ -172,7 +172,8 @@ def _check_tokens(accesses: list[_Access]) -> int:
 
 
 def _check_written(access: _Access, token: Token, writer: _Access | None, ended: _Access | None) -> None:
-    """Check that what is used was written, that this is over, and that nothing has ended it since."""
+    """Check that each used value was written, that the write is over, and nothing has ended the value
+    since."""
     if writer is not None:
         if not _is_over_before(writer, access):
             raise ScheduleError(

@@ -1,5 +1,5 @@
-"""Check what a step's buffers hold: gradients that are whole, updates that are written, offloaded activations
-that come back, results that are all there.
+"""Check a step's buffers: gradients are whole, updates are written, offloaded activations come back, no
+result is missing.
 
 In program order, which stands for every order once :mod:`~megacompile.schedule.verify` has shown that all
 accesses are ordered.

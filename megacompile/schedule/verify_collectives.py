@@ -22,7 +22,7 @@ from megacompile.schedule.workload import Workload
 
 def check_collectives(step: Step, work: Workload) -> None:
     """Check several ranks: every stay is gathered once, before its first use; every sum is used once; no
-    update comes before the losses are agreed on. Of one rank: there is nothing of the kind."""
+    update comes before the losses are agreed on. One rank has nothing of the kind."""
     if work.ranks == 1:
         shared = (*COLLECTIVES, "push_shard", "add_shard", "agree")
         alone = next((op for op in step.ops if op.kind in shared), None)

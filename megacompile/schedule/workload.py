@@ -31,12 +31,12 @@ class KernelWork:
 class Call:
     """One function of a block: the values and weight groups it reads, and its cost.
 
-    ``peak_bytes`` is the most it holds beyond what is alive at entry, ``end_bytes`` what it leaves
-    beyond that when it returns (negative where it frees more than it returns). ``seconds`` is what it was
-    measured to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the
-    kernels that a GPU is asked to run, ``attention_flops`` what of ``flops`` is attention's forward and its
-    backward, which are slower than products, ``kernels`` what our own do, ``grouped`` what of ``flops`` is of
-    experts' grouped products, and the bytes that these read and write: the slower of the two counts.
+    ``peak_bytes`` is the most it holds beyond what is alive at entry, ``end_bytes`` what it leaves beyond
+    that when it returns (negative where it frees more than it returns). ``seconds`` is what it was measured
+    to take on the machine that is planned for; 0: it was not measured. ``launches`` counts the kernels that a
+    GPU is asked to run. ``attention_flops`` is the part of ``flops`` in attention's forward and backward,
+    which are slower than products, ``kernels`` the part in our own kernels. ``grouped`` is the part in
+    experts' grouped products, with the bytes that these read and write: the slower of the two counts.
     """
 
     reads: tuple[int, ...]
@@ -82,7 +82,7 @@ class BlockWork:
     policies: tuple[CheckpointPolicy, ...]
 
     def policy(self, name: str) -> CheckpointPolicy:
-        """The policy of that name; a block that lacks it has none that saves less than "none"."""
+        """Return the policy of that name, or "none" for a block without a policy that saves less."""
         found = {c.name: c for c in self.policies}
         return found.get(name) or found["none"]
 
@@ -106,11 +106,11 @@ Sides = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class MatrixUpdates:
-    """The updates of a group's matrices that the device makes orthogonal: their rows and columns as they
-    lie, and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
-    ``update_bytes`` that the host moves before it. Of several ranks, each of which has its own matrices, the
-    ``sides`` are those of the one whose device they take most of, ``others`` those of the rest: bytes are the
-    most of any, and work is the mean, as ranks take turns to have most of a group."""
+    """The updates of a group's matrices that the device makes orthogonal: their rows and columns as they lie,
+    and how many Newton–Schulz iterations each takes. ``momentum_bytes`` are those of a group's
+    ``update_bytes`` that the host moves before it. Each of several ranks has its own matrices. ``sides`` are
+    those of the rank with the most bytes on its device, ``others`` those of the rest: bytes are the most of
+    any, and work is the mean, because ranks take turns to have most of a group."""
 
     sides: Sides
     iterations: int

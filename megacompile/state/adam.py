@@ -6,10 +6,10 @@ Out: the same tensors, one optimizer step later.
 Weights have two layouts: one fp32 tensor, or its two 16-bit halves `(hi, lo)`: `hi` is the bf16
 weight that is streamed to the device, `lo` what bf16 leaves out (`split`, `join`).
 
-Invariant: a result depends neither on the thread count nor on where buffers are cut, nor, where
-torch runs its AVX2 or AVX-512 code and the compiler builds for this CPU, on the backend: it is
-bitwise that of torch's fused kernel on whole vectors. (torch itself computes the last elements of
-each thread's share in double precision; here every element takes the vector path.)
+Invariant: a result depends neither on the thread count nor on the cuts of buffers. If torch runs its AVX2 or
+AVX-512 code and the compiler builds for this CPU, it does not depend on the backend either: it is bitwise
+that of torch's fused kernel on whole vectors. (torch itself computes the last elements of each thread's share
+in double precision; here every element takes the vector path.)
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _unlock(handle: int) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders swap their names in one step; False where the system cannot."""
+    """Swap the names of two folders in one step; False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

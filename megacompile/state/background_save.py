@@ -51,7 +51,7 @@ class BackgroundSave:
         weakref.finalize(self, _tell, self._failures)
 
     def start(self, state: HostState) -> None:
-        """Let the thread begin; from now on the state, of which the snapshot is, may change."""
+        """Start the thread; from now on the state behind the snapshot may change."""
         state.guard(self._snapshot)
         try:
             self._thread.start()

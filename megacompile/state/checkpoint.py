@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on bit for bit, as safetensors files and one JSON.
 
 In:  the host state, buffers, and :class:`~megacompile.state.checkpoint_manifest.RunProgress`. Out: a folder
-with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all. Of several ranks
-each writes and reads what is its own; ``state-00000-00001.safetensors`` is the first one's. A parameter's
+with ``checkpoint.json`` and ``state-00001.safetensors`` ..., written whole or not at all. Each of several
+ranks writes and reads its own part; ``state-00000-00001.safetensors`` is the first one's. A parameter's
 arrays are then in files of several ranks, and whoever reads takes what it needs of each.
 
 A parameter's flat arrays are stored as they lie in host memory, masters in their two halves and moments in
@@ -129,8 +129,8 @@ def _batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Tensors by their names in the files, as many at a time as are there together: a group's, the rest.
 
-    Arrays of which a rank has nothing are the first one's to write; so is, of a parameter of which several
-    have a part, what each keeps alike, to the one that has its beginning.
+    The first rank writes arrays that no rank owns. If several ranks have a part of a parameter, the rank with
+    its beginning writes what all of them keep alike.
     """
     slots = ((group, slot) for group in state.groups for slot in group.slots if rank)
     later = {slot.parameter.name for group, slot in slots if own_part(group, slot, rank)[0].start}

@@ -6,7 +6,7 @@ of saved ones that it consists of.
 
 A weight that is too large to be on the device whole is cut by rows, and another budget cuts it otherwise.
 Pieces are ranges of the model's parameters, so a program reads the ranges that it needs, bit for bit; codes
-of moments allow that where a cut lies between two of their blocks.
+of moments allow cuts between two of their blocks.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _check_blocks(
 
 
 def copied_range(array: str, part: Part, saved: int, ours: int, form: Form) -> tuple[slice, slice]:
-    """Return which entries of a saved flat array, of that length, go where in one of ours."""
+    """Return the entries of a saved flat array, of that length, and their places in one of ours."""
     if shared_by_pieces(form, array):
         return slice(0, saved), slice(0, ours)
     coding = None if isinstance(form, TorchOptimizer) else CODINGS.get(form)

@@ -8,9 +8,9 @@ The books are those of :mod:`~megacompile.state.code_books`: 8 bits with ``dynam
 value takes the nearest code of its magnitude over the block's largest.
 
 Invariant: a result does not depend on the thread count, nor on where buffers are cut between blocks. The C
-kernel multiplies by a block's inverse scale where torch divides: of one and the same FP32 moment the two
-backends make the same scale, and codes that differ, by one, only where the value lies within 1e-6
-(relative) of the midpoint between the two.
+kernel multiplies by a block's inverse scale where torch divides: for the same FP32 moment the two backends
+make the same scale. Their codes differ, by one, only for a value within 1e-6 (relative) of the midpoint
+between two codes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The host arena: one mapping that holds every long-lived host buffer.
 
-In:  how many bytes the plan needs. Out: tensors that are pieces of one anonymous mapping, sized to the
-plan (no rounding to powers of two), zero until written, on huge pages where the system allows them and
-spread over all NUMA nodes where there are several.
+In:  how many bytes the plan needs. Out: tensors that are pieces of one anonymous mapping, sized to the plan
+(no rounding to powers of two), zero until written, on huge pages if the system allows them, and spread over
+all NUMA nodes.
 
 Large pieces take multiples of 64 KiB: arrays that lie 2^k + 4096 bytes apart share cache sets, which
 cost host Adam 25 to 38 % of its speed. Small ones take whole pages.

@@ -57,16 +57,15 @@ class HostState:
     """Flat arrays on the host, one set per weight group, and views of single parameters in them.
 
     ``arrays`` holds by group, by name, what :func:`~megacompile.state.moment_formats.group_arrays` lists, as
-    far as
-    it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All that is in RAM lies
-    in one arena, which leaves ``transient_bytes`` for what steps need; ``total_bytes`` are what it takes
-    without them, and the ``scratch_bytes`` that updates take outside of it. :meth:`move`
-    brings a group to the device, where single parameters can still be read and written. ``steps`` counts by
-    group the updates of each of its parameters, since not every step need have a gradient for it; ``numbers``
-    has what another optimizer than Adam keeps of each beside tensors.
+    far as it is in RAM; ``placement`` says which groups keep the rest, or all, on storage. All state in RAM
+    lies in one arena, which leaves ``transient_bytes`` to steps. ``total_bytes`` are its bytes without these,
+    with the ``scratch_bytes`` of updates outside of it. :meth:`move` brings a group to the device, where
+    single parameters can still be read and written. ``steps`` counts by group the updates of each of its
+    parameters, since not every step need have a gradient for it; ``numbers`` has what another optimizer than
+    Adam keeps of each beside tensors.
 
-    Of several ranks in ``world``, each holds its shards; whatever reads or writes parameters is then done by
-    all of them together: they take the values that rank 0 gives, and rank 0 alone is given what is read.
+    Each of several ranks in ``world`` holds its shards. They read and write parameters together: all take the
+    values of rank 0, and rank 0 alone gets the values that are read.
     """
 
     def __init__(

@@ -324,7 +324,7 @@ def give_back(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: t
 
 
 def reclaim(model: nn.Module, optimizer: Any) -> None:
-    """Give a model that is compiled with ``optimizer`` the values that closed programs hold of it, and those
+    """Return its values to a model that is compiled with ``optimizer``, from closed programs and from those
     that lend."""
     for parameter in model.parameters():
         owner = _owner_of(parameter)

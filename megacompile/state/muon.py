@@ -4,8 +4,8 @@ In:  a matrix's flat arrays: its gradient, its momentum, its masters; the settin
 Out: its update in bfloat16, the orthogonal factor of that, and the masters one step later.
 
 ``torch.optim.Muon`` rounds an update to bfloat16 before the iterations, which give bfloat16: so what goes to
-the device and comes back loses nothing. Factors come back in the order in which their matrix lies: the device
-turns those that the iterations leave transposed, which costs the host many times as much.
+the device and comes back loses nothing. Factors come back in the memory order of their matrix: the device
+turns those that the iterations leave transposed, because the host would take many times as long.
 
 Invariant: masters and momentum become bitwise what ``torch.optim.Muon`` makes of them on a device that
 multiplies as this one does.
@@ -53,7 +53,7 @@ def add_momentum(
     buffer: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Let a flat momentum take a flat gradient times ``scale``, and leave the update in the gradient's place;
+    """Add a flat gradient times ``scale`` to a flat momentum, and leave the update in the gradient's place;
     ``buffer`` holds a chunk in FP32."""
     out, beta = updates_in(grad), settings["momentum"]
     by_kernel, narrow = adam.backend("muon") == "c", grad.dtype == torch.bfloat16
@@ -108,7 +108,7 @@ def step(
     buffer: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Let flat masters of a matrix, in FP32 or as two halves, decay and go along a flat factor; ``buffer``
+    """Decay flat masters of a matrix, in FP32 or as two halves, and move them along a flat factor; ``buffer``
     holds a chunk in FP32."""
     lr = float(settings["lr"])
     decay = 1 - lr * settings["weight_decay"]

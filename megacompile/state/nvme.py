@@ -95,7 +95,7 @@ class Storage:
         return sum(b.nbytes for b in self.regions[region])
 
     def lay_over(self, regions: Mapping[str, int]) -> None:
-        """Make regions behind the lasting ones, over those of an earlier call, which nothing may use."""
+        """Lay regions behind the lasting ones, over those of an earlier call, which nothing may use."""
         placed, ends = _blocks(regions, self._ends)
         for path, file, nbytes in zip(self.paths, self._files, ends, strict=True):
             take_space(file, path.parent, nbytes)

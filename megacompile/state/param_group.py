@@ -105,10 +105,10 @@ class Work(NamedTuple):
 class ParamGroup:
     """One param group of an optimizer, as trials of the optimizer's class have shown it.
 
-    ``elementwise`` says that each element is stepped alone, ``orthogonal`` that the device makes updates
-    orthogonal, ``by_adam`` that the host's kernel takes the steps; ``values`` are the settings that were read
-    last, ``writes_settings`` says that a step changes some of them. Raises :class:`MegacompileError` for a
-    class that cannot step over single parameters.
+    ``elementwise``: each element is stepped alone. ``orthogonal``: the device makes updates orthogonal.
+    ``by_adam``: the host's kernel takes the steps. ``values`` are the settings that were read last;
+    ``writes_settings``: a step changes some of them. Raises :class:`MegacompileError` for a class that cannot
+    step over single parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:

@@ -25,8 +25,8 @@ def empty(parameter: nn.Parameter) -> None:
 
 
 def set_value(target: Tensor, value: Tensor) -> None:
-    """Make a parameter or buffer, which may be on the meta device, hold ``value`` in its own dtype; a coded
-    weight what a program stores of it."""
+    """Set a parameter or buffer, also on the meta device, to ``value`` in its own dtype; a coded weight to
+    the bytes that a program stores."""
     coding = coding_of(target)
     if coding is None:
         _put(target, value)

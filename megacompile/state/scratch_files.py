@@ -1,4 +1,4 @@
-"""Make scratch files for the storage engine: their directories, their locks, the space that they take.
+"""Create scratch files for the storage engine: their directories, their locks, the space that they take.
 
 In:  directories. Out: their absolute paths, a lock on each, and files whose space is taken at once. An
 error names the directory as ``offload_dir`` has it.
@@ -126,7 +126,7 @@ def create_file(path: Path, nbytes: int) -> int:
 
 
 def take_space(file: int, folder: Path, nbytes: int) -> None:
-    """Make a file at least so long, its space taken at once."""
+    """Extend a file to at least this length, with its space taken at once."""
     status = os.fstatvfs(file)
     free = status.f_bavail * status.f_frsize
     try:
