@@ -31,13 +31,15 @@ from torch import Tensor
 
 from megacompile.cache_dir import cache_folder
 
-Kernel = Literal["fp32", "int8", "int4", "muon"]
+Kernel = Literal["fp32", "int8", "int4", "muon", "copy", "rows"]
 # What each kernel is built from, when it is first called for.
 SOURCES: dict[Kernel, tuple[str, ...]] = {
-    "fp32": ("adam.c", "copy.c", "embedding_rows.c", "squares.c"),
+    "fp32": ("adam.c", "squares.c"),
     "int8": ("adam_coded.c", "-DBITS=8"),
     "int4": ("adam_coded.c", "-DBITS=4"),
     "muon": ("muon.c",),
+    "copy": ("copy.c",),
+    "rows": ("embedding_rows.c",),
 }
 HERE = Path(__file__).parent
 FLAGS = "-O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fschedule-insns"

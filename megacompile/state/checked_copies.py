@@ -19,12 +19,12 @@ _LINE = 64  # bytes of a line of the cache
 def copy_checked(to: Tensor, source: Tensor, before: int = 0) -> int:
     """Copy ``source``, less than 2 GiB, on this thread; CRC-32 of its bytes, continued from ``before``."""
     done, total = 0, source.numel()
-    if backend() == "c":
+    if backend("copy") == "c":
         done = min(total, -to.data_ptr() % _LINE)
         before = _copied(to[:done], source[:done], before)
         rest = (ctypes.c_uint8 * 16)()
         arguments = (to[done:], source[done:], total - done, before ^ _ONES, rest)
-        moved = call_kernel("mc_copy_folded", *arguments)
+        moved = call_kernel("mc_copy_folded", *arguments, kernel="copy")
         before = zlib.crc32(rest, _ONES) if moved else before
         done += moved
     return _copied(to[done:total], source[done:], before)

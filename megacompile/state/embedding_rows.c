@@ -1,6 +1,5 @@
 /* Rows of a table in host memory: those that a batch looks up, and the sum of the gradients of each. */
-#include <stdint.h>
-#include <string.h>
+#include "adam.h"
 
 enum { COLUMNS = 1024 }; /* of a row that are summed at a time, in cache */
 

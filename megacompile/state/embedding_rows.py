@@ -27,9 +27,10 @@ def gather_rows(pieces: Sequence[Tensor], stops: Sequence[int], ids: Tensor, out
     for piece, (start, stop) in zip(pieces, itertools.pairwise((0, *stops)), strict=True):
         places = None if len(pieces) == 1 else torch.where((flat >= start) & (flat < stop))[0]
         own = (flat if places is None else flat[places] - start).to(torch.int64).contiguous()
-        if backend() == "c" and piece.is_contiguous():
+        if backend("rows") == "c" and piece.is_contiguous():
             size = piece.shape[1] * piece.itemsize
-            call_kernel("mc_take_rows", len(own), own, places, piece, rows, size, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            call_kernel("mc_take_rows", len(own), own, places, piece, rows, size, threads, kernel="rows")
         elif places is None:
             torch.index_select(piece, 0, own, out=rows)
         else:
@@ -65,7 +66,7 @@ def add_rows(
         only = named[number] if named is not None else None
         if only is not None:
             own = torch.searchsorted(only, own)
-        compiled = backend() == "c" and piece.is_contiguous() and {grad.dtype, piece.dtype} <= {*_ADDED}
+        compiled = backend("rows") == "c" and piece.is_contiguous() and {grad.dtype, piece.dtype} <= {*_ADDED}
         sets = compiled and new and len(own) == len(piece)
         if new and not sets:
             piece.zero_()
@@ -73,7 +74,7 @@ def add_rows(
             call_kernel(
                 "mc_add_rows", len(own), own, ends[first : last + 1], order, grad,
                 grad.dtype == torch.bfloat16, piece, piece.dtype == torch.bfloat16, sets, grad.shape[1],
-                threads or torch.get_num_threads(),
+                threads or torch.get_num_threads(), kernel="rows",
             )  # fmt: skip
         else:
             mine = order[ends[first] : ends[last]]
