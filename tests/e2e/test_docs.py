@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import re
 import shlex
 import tempfile
 import tomllib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +97,53 @@ def test_the_python_of_a_guide_runs(path: Path, tmp_path: Path, monkeypatch: pyt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(compile(source, str(path), "exec"), {"__name__": "page"})
+
+
+def measured() -> dict[tuple[str, str, str, int], dict[str, Any]]:
+    """Return what GPUs took for steps, by (peer or "", model, budget, tokens); a later machine counts."""
+    found = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*/results.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            if "step s" in row and row["what"].rpartition(", ")[2].endswith("tokens"):
+                found[row.get("peer", ""), row["model"], row["budget"], row["tokens"]] = row
+    return found
+
+
+def as_shown(value: float, like: str) -> str:
+    """A figure as a page shows it: with as many decimals, or, without any, four digits of it."""
+    decimals = len(like.partition(".")[2])
+    return f"{value:.{decimals}f}" if decimals else f"{float(f'{value:.4g}'):,.0f}"
+
+
+def shown_steps() -> Iterator[tuple[str, int, str, dict[str, str]]]:
+    """Yield (name, tokens, budget, figures by their names in results) of the rows of two pages' tables."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    columns = ("step s", "predicted s", "tokens/s", "model TFLOP/s", "held")
+    for name, tokens, budget, cells in re.findall(
+        r"^\| (.+?) \| ([\d,]+) \| (\d+ GB) \| (.+) \|$", page, re.M
+    ):
+        yield name, int(tokens.replace(",", "")), budget, dict(zip(columns, cells.split(" | "), strict=True))
+    readme, name = (ROOT / "README.md").read_text(), ""
+    for named, budget, step, speed in re.findall(
+        r"^\| (.*?)\s?\| (\d+ GB) \| ([\d.]+) \| ([\d,]+) \|$", readme, re.M
+    ):
+        name = named or name
+        tokens = int(re.findall(r", (\d+)k tokens", name)[0]) * 1024
+        yield name, tokens, budget, {"step s": step, "tokens/s": speed}
+
+
+def test_the_steps_of_pages_are_those_that_were_measured() -> None:
+    """A figure stands in several pages, and in the results of the run that measured it."""
+    rows, results, model = list(shown_steps()), measured(), ""
+    assert len(rows) >= 14
+    for name, tokens, budget, figures in rows:
+        peer = "fsdp2" if "FSDP2" in name else "plain" if "plain PyTorch" in name else ""
+        model = model if name.startswith("the same") else name.partition(",")[0].lower()
+        row = results[peer, model, budget.replace(" ", ""), tokens]
+        for column, text in figures.items():
+            figure = text.split()[0]
+            value = row["held"] / 1e9 if column == "held" else row.get(column)
+            assert figure == "–" or figure == as_shown(value, figure), (name, budget, column)
 
 
 def test_the_site_shows_every_page() -> None:
