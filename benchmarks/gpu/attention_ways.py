@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.findings import Recorder
-from benchmarks.gpu.work import device
+from benchmarks.gpu.work import device, share_off
 from megacompile.kernels import attention, torch_sdpa
 from megacompile.kernels.attention import Rule, Tile, flash_attention_backward, flash_attention_forward
 
@@ -45,7 +45,7 @@ def times(to: Recorder, shapes: Sequence[Sequence[int]]) -> None:
                 continue
             with to.finding(what) as finding:
                 first = [x.clone() for x in run()]
-                finding["error"] = max(itertools.starmap(_error, zip(first, exact(), strict=True)))
+                finding["error"] = max(itertools.starmap(share_off, zip(first, exact(), strict=True)))
                 finding["right"] = finding["error"] < _MOST
                 finding["bits repeat"] = all(all(map(torch.equal, first, run())) for _ in range(3))
                 milliseconds = do_bench(run, warmup=25, rep=100, return_mode="median")
@@ -129,8 +129,3 @@ def _ways(shape: tuple[int, ...], tiles: Sequence[dict[str, Tile]]) -> dict[str,
 
 def _text(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
-
-
-def _error(ours: Tensor, exact: Tensor) -> float:
-    exact = exact.float()
-    return float((ours.float() - exact).abs().max() / exact.abs().max())

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = Path(f"/tmp/megacompile-packages-{sys.version_info.major}{sys.version_info.minor}")  # carried
 RESULTS, LOG = "results.jsonl", "campaign.log"
 TIMELINE = "timeline of a step"  # a finding of the results that neither page nor screen shows
 OK, WRONG = "ok", "wrong"  # it ran whole; it ran, and some of its findings are wrong
@@ -247,8 +248,10 @@ def environment() -> dict[str, str]:
     given = os.environ.get("PYTHONPATH")
     more = {
         "PYTHONSAFEPATH": "1",  # the checkout itself has no kernels and passes below megacompile
-        "PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])]),
+        "PYTHONPATH": os.pathsep.join([*paths, *([given] if given else []), str(PACKAGES)]),
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),  # ninja
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", "/tmp/megacompile-extensions"),
         "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     return {**os.environ, **more}

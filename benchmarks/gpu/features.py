@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 import megacompile
 from benchmarks.gpu.correct import HeldBytes, kernels_found_wrong, same
 from benchmarks.gpu.findings import Recorder, watch
-from benchmarks.gpu.work import batch_of, device, tiny
+from benchmarks.gpu.work import batch_of, device, missing, tiny
 from megacompile.units import parse_bytes
 from tests.support import coded_weights
 from tests.support.models import gpt2
@@ -275,8 +274,8 @@ def features(to: Recorder) -> None:
             continue
         with to.finding(name) as finding:
             feature = made()
-            if feature.package and importlib.util.find_spec(feature.package) is None:
-                finding["not measured"] = f"{feature.package} is not installed"
+            if feature.package and (why := missing(feature.package)):
+                finding["not measured"] = why
                 continue
             ours = [_ours(feature, device(), to) for _ in range(2)]
             plain = _ours(feature, "cpu", to) if feature.by_cpu else _plain(feature)

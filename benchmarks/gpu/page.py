@@ -21,6 +21,7 @@ _LONG = (
     "busy s",
     "predicted busy s",
     "said",
+    "dearest, ms",
 )
 
 
@@ -68,6 +69,7 @@ def page(folder: Path, stages: Sequence[Stage]) -> str:
     ]
     lines += _section("Steps", _steps(found))
     lines += _section("Peers", _peers(found))
+    lines += _section("Where a peer's step goes, ms of the host and of the card", _dearest(found))
     lines += _section("Small models beside plain torch", _small_models(found))
     lines += _section("Kernels beside float64", _errors(found))
     lines += _section("Times of kernels, bf16: ms, and the share of the roof", _times(found))
@@ -114,9 +116,18 @@ def _peers(found: list[dict[str, Any]]) -> str:
     )
 
 
+def _dearest(found: list[dict[str, Any]]) -> str:
+    rows = [
+        [e["peer"], e["model"], what, *spent]
+        for e in found
+        for what, spent in e.get("dearest, ms", {}).items()
+    ]
+    return _table(["peer", "model", "what", "host", "card"], rows)
+
+
 def _small_models(found: list[dict[str, Any]]) -> str:
     names = ["loss off by", "weights off by", "bits of plain torch", "bits repeat"]
-    rows = [[e["what"], *(e[n] for n in names), e["right"]] for e in found if "loss off by" in e]
+    rows = [[e["what"], *(e.get(n, "–") for n in names), e["right"]] for e in found if "loss off by" in e]
     return _table(["way", *names, "right"], rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.gpu.work import SEQUENCE, batch_of, described, device, make_buff
 from megacompile.units import host_available, parse_bytes
 
 _SETTLING = 3  # steps before what is measured: the driver's share, first touch of moments, clocks
+_LARGER = 90e9  # bytes of a card on which another budget than 80 GB is worth a stage
 _ENOUGH_SECONDS = 100.0  # after which a step that was measured is enough
 
 
@@ -32,13 +34,28 @@ def step(
     muon: bool = False,
     state: str = "fp32",
     sequence: int = SEQUENCE,
+    host: str = "",
+    completions: tuple[int, int, int] | None = None,
 ) -> None:
-    """Time a step: tokens per second, model TFLOP/s, peak, each stream, beside what was predicted."""
-    name = f"{model} in {budget}, {tokens} tokens{', clipped' if clip else ''}{', Muon' if muon else ''}"
+    """Time a step: tokens per second, model TFLOP/s, peak, each stream, beside what was predicted.
+
+    Without ``budget`` it has a card larger than 80 GB for itself. Within ``host``, a budget of RAM, state is
+    on the drive. ``completions`` are rows, and tokens of a prompt and of a completion: such a rollout
+    follows the steps.
+    """
+    if not budget:
+        total = torch.cuda.get_device_properties(0).total_memory
+        if total < _LARGER:
+            to.note("not measured: the card has no more than 80 GB")
+            return
+        budget = f"{int(0.94 * total / 1e9)}GB"
+    ways = {", clipped": clip, ", Muon": muon, f", {host} of RAM": host}
+    name = f"{model} in {budget}, {tokens} tokens" + "".join(way for way, chosen in ways.items() if chosen)
     sequence = min(sequence, tokens)
     with (
         to.finding(f"step: {name}", model=model, budget=budget, tokens=tokens) as finding,
         HeldBytes() as held,
+        tempfile.TemporaryDirectory(dir=to.folder) as drive,
     ):
         start = time.perf_counter()
         published = described(model)
@@ -49,7 +66,7 @@ def step(
         with megacompile.compile(
             module, budget, optimizer=_optimizer(module, muon), max_grad_norm=1.0 if clip else None,
             device=device(), example_batch=batch, weights=weights_of(module), kernels=kernels_found_wrong(to),
-            optimizer_state=state, host_budget=_host_budget(to),
+            optimizer_state=state, host_budget=host or _host_budget(to), offload_dir=drive if host else None,
         ) as program:  # fmt: skip
             watch(program)
             finding["compile s"] = time.perf_counter() - start
@@ -72,7 +89,25 @@ def step(
             print(schedule, flush=True)
             finding |= _streams(schedule)
             append(to.folder, stage=to.stage, what=TIMELINE, operations=_timeline(schedule))
+            if completions:
+                finding |= _rollout(program, published.config.vocab_size, *completions)
             finding["right"] = held.most <= parse_bytes(budget, what="budget", available=10**18)
+
+
+def _rollout(program: Any, vocabulary: int, rows: int, prompt: int, new: int) -> dict[str, Any]:
+    """Seconds of a rollout in which each row samples so many tokens, and tokens of completions per second."""
+    ids = batch_of(rows * prompt, prompt, vocabulary)["input_ids"]
+    start = time.perf_counter()
+    with program.rollout() as policy:
+        ready = time.perf_counter()
+        made = policy.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=True,
+            pad_token_id=0,
+        )  # fmt: skip
+        seconds = time.perf_counter() - ready
+    whole = made.shape == (rows, prompt + new)
+    return {"rollout s": time.perf_counter() - start, "completions whole": whole,
+            "completions' tokens/s": rows * new / seconds}  # fmt: skip
 
 
 def _optimizer(module: torch.nn.Module, muon: bool) -> Any:
@@ -134,8 +169,9 @@ def _streams(schedule: Any) -> dict[str, Any]:
 
 
 def compile_ahead(
-    model: str, budget: str, tokens: int, clip: bool, muon: bool, state: str, sequence: int = SEQUENCE
-) -> None:
+    model: str, budget: str, tokens: int, clip: bool = False, muon: bool = False, state: str = "fp32",
+    sequence: int = SEQUENCE, host: str = "", **_: Any,
+) -> None:  # fmt: skip
     """Plan a step and compile its kernels as :func:`step` does, without the memory that its state takes."""
     from megacompile.api.session import Session
 
@@ -151,9 +187,9 @@ def compile_ahead(
     module = published.module.train()
     make_buffers(module, published.config)
     batch = batch_of(tokens, sequence, published.config.vocab_size)
-    with contextlib.suppress(Ready):
+    with contextlib.suppress(Ready), tempfile.TemporaryDirectory() as drive:
         megacompile.compile(
             module, budget, optimizer=_optimizer(module, muon), device=device(),
             max_grad_norm=1.0 if clip else None, example_batch=batch, weights=weights_of(module),
-            optimizer_state=state, host_budget="120GB",
+            optimizer_state=state, host_budget=host or "120GB", offload_dir=drive if host else None,
         )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,16 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def missing(*packages: str) -> str:
+    """Return why one of these cannot be imported; nothing where all can."""
+    try:
+        for package in packages:
+            importlib.import_module(package)
+    except ImportError as error:
+        return f"{package}: {error}"
+    return ""
+
+
 def tiny(**more: Any) -> nn.Module:
     """A small Llama with seeded weights, in train mode."""
     import transformers
@@ -43,8 +55,9 @@ def described(name: str) -> Model:
 
 
 def weights_of(module: nn.Module) -> Callable[[str], Tensor]:
-    """The value of each parameter by its name: random numbers, drawn once for all parameters of a shape."""
-    pool = torch.randn(_POOL).mul_(_SCALE)
+    """The value of each parameter by its name: random numbers, drawn once for all parameters of a shape, the
+    same in every process."""
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(_SCALE)
     shapes = {name: p.shape for name, p in module.named_parameters()}
 
     @functools.cache
@@ -87,3 +100,10 @@ def batch_of(tokens: int, sequence: int, vocabulary: int, seed: int = 0) -> dict
     length = min(tokens, sequence)
     ids = torch.randint(0, vocabulary, (max(1, tokens // length), length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def share_off(ours: Tensor, exact: Tensor) -> float:
+    """Return the largest difference as a share of the largest value; infinite where one is not finite."""
+    exact = exact.float()
+    share = float((ours.float() - exact).abs().max() / exact.abs().max())
+    return share if math.isfinite(share) else math.inf  # the maximum of several passes over NaN

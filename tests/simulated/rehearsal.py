@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import attention_ways, correct, machine
+from benchmarks.gpu import attention_ways, command, correct, features, head, machine, peers
 from benchmarks.gpu.__main__ import run_stage
 from benchmarks.gpu.campaign import OK, ROOT, WRONG, Stage, drive
+from benchmarks.gpu.carry import unpack
 from benchmarks.gpu.findings import Recorder
 from benchmarks.gpu.page import page
 from benchmarks.gpu.stages import stages
@@ -88,10 +89,11 @@ def _stage(name: str, folder: Path, until: float) -> None:
     patch.setattr(correct, "fault", fault, raising=False)
     for module, function in (
         (correct, "_plain"), (correct, "attention"), (correct, "check"), (kernel_bench, "check"),
-        (attention_ways, "times"),
+        (attention_ways, "times"), (head, "times"), (features, "_plain"), (peers, "peer"),
         (machine, "_sum_of_ones"), (machine, "_two_streams"), (machine, "_triton_kernel"),
     ):  # fmt: skip
         patch.setattr(module, function, _with_numbers(getattr(module, function)))
+    patch.setattr(command, "device", lambda: "cpu")  # a process of its own has no numbers
     torch.backends.cuda.enable_cudnn_sdp(False)  # it has no numbers here
     for module in (kernel_bench, eager_check):
         patch.setattr(module, "inputs_of", _inputs_of)
@@ -110,6 +112,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.stage:
         _stage(options.stage, options.out, options.until)
+    unpack()
     shutil.rmtree(options.out, ignore_errors=True)
     status = rehearse(options.out, 3600)
     (options.out / "README.md").write_text(page(options.out, rehearsed()))
