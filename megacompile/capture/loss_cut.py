@@ -53,16 +53,18 @@ class _LossCall:
 
 @dataclass(frozen=True)
 class LossCall:
-    """The calls that give a loss, in order, and its name among what they return."""
+    """The calls that give a loss, in order, and its name among what they return; ``traced`` is the copy of
+    the model ``original`` that the calls are bound to."""
 
     calls: tuple[_LossCall, ...]
     name: Any
-    cut: LossCut
+    traced: nn.Module
+    original: nn.Module
 
     def run(self, withheld: Mapping[str, Any]) -> Tensor:
         """Return the loss of a batch, given its entries that were withheld."""
         values: dict[Any, Any] = dict(withheld)
-        with self.cut.buffers():
+        with _with_buffers(self.traced, self.original):
             for number, call in enumerate(self.calls):
                 with torch.set_grad_enabled(call.gradients and torch.is_grad_enabled()):
                     found = _placed(_called(call.function, call.args, call.kwargs, values))
@@ -138,7 +140,7 @@ class LossCut:
         if not isinstance(returned, _Later):
             raise UntraceableError("The forward does not compute its loss outside of the program.")
         self.nbytes = sum(x.nbytes for x in tensors_in([(call.args, call.kwargs) for call in self._calls]))
-        return LossCall(tuple(self._calls), returned.withheld.name, self)
+        return LossCall(tuple(self._calls), returned.withheld.name, model, self.original)
 
     def _recorder(self, theirs: Any) -> property:
         """A property or method in whose place calls of this thread are noted."""
@@ -170,7 +172,9 @@ class LossCut:
             raise UntraceableError("The forward computes with parameters behind its loss.")
         args, kwargs = pytree.tree_map_only(_Later, lambda x: x.withheld, (args, kwargs))
         number, gradients = len(self._calls), torch.is_grad_enabled()
-        with outside_tracing(), none_refused(), torch.random.fork_rng(devices=[]), self.buffers(copied=True):
+        assert self._traced is not None
+        buffers = _with_buffers(self._traced, self.original, copied=True)
+        with outside_tracing(), none_refused(), torch.random.fork_rng(devices=[]), buffers:
             real_args, real_kwargs = pytree.tree_map_only(Tensor, like, (args, kwargs))
             result = _called(function, real_args, real_kwargs, self._values)
             found = _placed(result)
@@ -193,22 +197,20 @@ class LossCut:
 
             return pytree.tree_map_with_path(later, result)
 
-    @contextmanager
-    def buffers(self, *, copied: bool = False) -> Iterator[None]:
-        """Within the context the model that was traced has the original's buffers, or copies of them."""
-        assert self._traced is not None
-        own = {name: x.detach().cpu() for name, x in self.original.named_buffers()}
-        if copied:
-            own = {name: x.clone() for name, x in own.items()}
-        versions = [x._version for x in own.values()]
-        with _reparametrize_module(self._traced, own):
-            yield
-            now = dict(self._traced.named_buffers())
-            for (name, x), version in zip(own.items(), versions, strict=True):
-                if now.get(name) is not x or x._version != version:
-                    raise CaptureError(
-                        f"The loss, which runs outside of the program, changes the buffer {name}."
-                    )
+
+@contextmanager
+def _with_buffers(traced: nn.Module, original: nn.Module, *, copied: bool = False) -> Iterator[None]:
+    """Give the copy of a model that was traced the original's buffers, or copies of them, in the context."""
+    own = {name: x.detach().cpu() for name, x in original.named_buffers()}
+    if copied:
+        own = {name: x.clone() for name, x in own.items()}
+    versions = [x._version for x in own.values()]
+    with _reparametrize_module(traced, own):
+        yield
+        now = dict(traced.named_buffers())
+        for (name, x), version in zip(own.items(), versions, strict=True):
+            if now.get(name) is not x or x._version != version:
+                raise CaptureError(f"The loss, which runs outside of the program, changes the buffer {name}.")
 
 
 def _called(function: Any, args: Any, kwargs: Any, values: Mapping[Any, Any]) -> Any:

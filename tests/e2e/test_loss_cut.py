@@ -266,6 +266,19 @@ def test_a_forward_that_takes_numbers_for_finite_updates_nothing_where_they_are_
     program.close()
 
 
+@pytest.mark.filterwarnings("ignore:(The loss of .* cannot be traced|Compiling another)")
+def test_the_loss_of_a_size_that_was_there_before_reads_the_buffers_of_now() -> None:
+    torch.manual_seed(0)
+    model = Weighted()
+    eager = copy.deepcopy(model)
+    program = compiled(model)
+    batches = [points(0), {**points(1), "x": torch.randn(2, 6, 8)}, points(2)]
+    for batch in batches:
+        expected = float(eager(**batch)["loss"].detach())
+        assert float(program.forward_backward(batch).loss) == pytest.approx(expected)
+    program.close()
+
+
 class Branches(Weighted):
     """Read a part of the loss."""
 
