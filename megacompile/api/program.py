@@ -87,10 +87,12 @@ def cuts_loss(method: M) -> M:
             session.intake.cut_by(loss.cut)
             try:
                 attempts.outcome = method(program, batch, **options)
-            except MegacompileError as error:
-                if isinstance(error, BudgetError) or not (loss.cut or isinstance(error, UntraceableError)):
+            except BaseException as error:
+                session.intake.cut_by(None)  # nothing says yet that this cut is the right one
+                if isinstance(error, BudgetError) or not isinstance(error, MegacompileError):
                     raise
-                session.intake.cut_by(None)
+                if not (loss.cut or isinstance(error, UntraceableError)):
+                    raise
                 attempts.outcome = loss.failed(error, lambda: session.intake.cuts(batch))
         result, loss = attempts.get(), attempts.how
         if loss.cut is not None and loss.why is not None:

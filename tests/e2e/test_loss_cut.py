@@ -279,6 +279,27 @@ def test_the_loss_of_a_size_that_was_there_before_reads_the_buffers_of_now() -> 
     program.close()
 
 
+class Fails(Weighted):
+    """Fail, as long as ``fails``, on predictions that are not made up."""
+
+    fails = True
+
+    def losses(self, points: Tensor, labels: list[Tensor]) -> dict[str, Any]:
+        if float(points.detach().std()) and Fails.fails:
+            raise KeyError("no match")
+        return super().losses(points, labels)
+
+
+def test_a_loss_that_failed_in_its_first_step_is_cut_off_and_told_of_by_the_next() -> None:
+    program = compiled(Fails())
+    with pytest.raises(KeyError, match="no match"):
+        program.forward_backward(points(0))
+    Fails.fails = False
+    with pytest.warns(UserWarning, match="computed outside of the program"):
+        program.forward_backward(points(0))
+    program.close()
+
+
 class Branches(Weighted):
     """Read a part of the loss."""
 
