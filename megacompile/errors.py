@@ -25,7 +25,7 @@ class UntraceableError(CaptureError):
 class BudgetError(MegacompileError):
     """A memory budget is malformed, above what exists, or below the least feasible one.
 
-    ``least_bytes`` is the least feasible device budget where that is what was missed, else None.
+    ``least_bytes`` is the least feasible device budget if the device budget was missed, else None.
     """
 
     def __init__(self, message: str, *, least_bytes: int | None = None) -> None:

@@ -107,8 +107,8 @@ class Program:
 
     Each of several ranks has one, and calls its methods together with the others.
 
-    ``model`` and ``optimizer`` are those that were given, the model without torch's wrappers; a learning-rate
-    scheduler takes ``optimizer``. Used as ``with program:``, it is closed at the end.
+    ``model`` is the given model without torch's wrappers, ``optimizer`` the given optimizer; a learning-rate
+    scheduler takes it. Used as ``with program:``, it is closed at the end.
     """
 
     def __init__(self, session: Session) -> None:
@@ -135,15 +135,16 @@ class Program:
         """One optimizer step on a batch (a dict, a tuple, a tensor, or a list of tensors), or on a list of
         micro-batches.
 
-        A list trains on the mean of the micro-batches' losses (their sum where the batches carry
+        A list trains on the mean of the micro-batches' losses (their sum if the batches carry
         ``num_items_in_batch``), or on the sum weighted by ``weights``. Returns at once when the last block's
         backward is done; updates go on in the background. Each of several ranks brings as many micro-batches,
         and trains on those of all: ``out.losses`` are all ranks', ``out.loss`` is one number.
 
-        ``loss(i, output)`` is computed outside of the program, by any code, from what the forward returns for
-        micro-batch i: tensors on the host, whose gradients by this scalar the backward starts from. It is
-        called once for each, between forward and backward. ``outputs(output, batch)`` is compiled with the
-        model, as for :meth:`predict`, and what it returns comes in the place of the output.
+        ``loss(i, output)`` is computed outside of the program, by any code, from the forward's results for
+        micro-batch i, tensors on the host. It returns a scalar, and the backward starts from the results'
+        gradients. It is called once for each micro-batch, between forward and backward. ``outputs(output,
+        batch)`` is compiled with the model, as for :meth:`predict`, and what it returns comes in the place of
+        the output.
         """
         self._ready()
         session = self._session
@@ -216,10 +217,8 @@ class Program:
 
     @alone
     def close(self) -> None:
-        """Finish what is under way and end the worker threads; the state can still be read.
-
-        The model keeps them, also where nobody knows the program any more: the next one that is compiled for
-        it takes its values from there.
+        """Finish all work under way and end the worker threads; the state can still be read. The model keeps
+        the program's values, so the next program of this model takes them from there.
         """
         session = self._session
         lost: DeviceLostError | None = None
@@ -245,8 +244,8 @@ class Program:
     def release(self) -> nn.Module:
         """Give the model its values back, free the program's own, moments too, and close it.
 
-        Returns the model, an ordinary one again, with the values of the last step, also where
-        :meth:`sync_to` gave it some before. Its values need host memory beside the state until that is freed.
+        Returns the model, an ordinary one again, with the values of the last step, even after an earlier
+        :meth:`sync_to`. Its values need host memory beside the state until the state is freed.
         """
         self.close()
         with self.world.together():
@@ -341,7 +340,8 @@ class Program:
 
     @alone
     def finish_saving(self) -> None:
-        """Return when no checkpoint is being written; raise why one was not. Steps may be under way."""
+        """Return when no checkpoint is being written; raise the error of one that failed. Steps may be under
+        way."""
         self._session.finish_saving()
 
     @alone
@@ -358,9 +358,9 @@ class Program:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the masters; names and shapes must be those of :meth:`state_dict`.
 
-        Moments and step counts stay as they are, except after a step that stopped in the middle: those of
-        some groups are of that step, so all start from zero. Several ranks call it together, each with the
-        whole state; the first one's values count.
+        Moments and step counts stay as they are, except after a step that stopped in the middle: then all
+        start from zero, because some groups have taken that step. Several ranks call it together, each with
+        the whole state; the first one's values count.
         """
         self.synchronize()
         session = self._session
@@ -399,11 +399,12 @@ class Program:
         next ``save`` return when it is whole; an error is raised there or by the next step. With state on
         NVMe it always waits.
 
-        ``then`` is called when it is whole, in the thread that wrote it, with None; in the background also
-        with an error, which is then not raised.
+        ``then(None)`` is called when it is whole, in the thread that wrote it; in the background also
+        ``then(error)``, and the error is not raised.
 
         Several ranks call it together, for one folder that all see. Each writes its part of the state; any
-        number of ranks goes on from it. What kept one from that is raised on all, where they wait for it.
+        number of ranks goes on from it. The error of one rank is raised on all, when they wait for the
+        checkpoint.
         """
         self.synchronize()
         session = self._session
@@ -433,8 +434,8 @@ class Program:
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint of :meth:`save`, of the same model in the same formats; budgets may differ.
 
-        Takes no more memory than training does. What does not fit, or is damaged, is named. Several ranks
-        call it together, as many as there are now: each reads its part.
+        Takes no more memory than training does. Files that do not fit, or are damaged, are named. Several
+        ranks call it together, as many as there are now: each reads its part.
         """
         session = self._session
         if self._closed:
@@ -467,8 +468,8 @@ class Program:
 
         None: in the dtypes that the model's parameters have. The files of its tokenizer and processor are
         copied from the folder that the model was loaded from. ``beside`` allows a folder with other files in
-        it, of which an earlier export's weights and config are replaced. Several ranks call it together, and
-        the first one writes.
+        it, and replaces an earlier export's weights and config there. Several ranks call it together, and the
+        first one writes.
         """
         self.synchronize()
         session = self._session
@@ -494,11 +495,12 @@ class Program:
     def sync_to(self, model: nn.Module) -> None:
         """Copy the masters into a model of the same shape, which is then an ordinary one again.
 
-        So is the program's own model, with its optimizer, without moments.
+        The program's own model works too, with its optimizer, but without moments.
 
-        The program keeps its own values: what is changed in the model later is trained only after
-        ``load_state_dict(model.state_dict())``, and :meth:`release` replaces it once the program has trained
-        on. Buffers are the model's own, in both. Several ranks call it together, and each gets the values.
+        The program keeps its own values: it trains changes in the model only after
+        ``load_state_dict(model.state_dict())``, and :meth:`release` replaces them once the program has
+        trained on. Buffers are the model's own, in both. Several ranks call it together, and each gets the
+        values.
         """
         self.synchronize()
         with self._session.world.together():
@@ -506,10 +508,9 @@ class Program:
 
     @alone
     def recompile(self) -> None:
-        """Forget what was captured, so that the next step looks anew at the model and at what its code reads.
-
-        For changes that no program follows: globals, closures, classes, the environment. State, moments, step
-        counts and seeds stay as they are.
+        """Forget all captures, so that the next step looks anew at the model and at the values that its code
+        reads. For changes that no program follows: globals, closures, classes, the environment. State,
+        moments, step counts and seeds stay as they are.
         """
         self.synchronize()
         if self._session.runtime is not None:
@@ -568,41 +569,36 @@ class Program:
         """Return the forward's outputs for a batch in eval mode, on the host, under the same budget as
         training.
 
-        A tensor, a tuple, a dict or a transformers output comes back as the model returns it, but for a cache
-        of keys and values, which is left out. The batch needs no labels. It is padded to one of few lengths
-        where all outputs are numbers or [rows, positions, ...], of which padding is cut off again. Each of
-        several ranks gets the outputs of its own batch.
+        A tensor, a tuple, a dict or a transformers output comes back as the model returns it, without a cache
+        of keys and values. The batch needs no labels. It is padded to one of few lengths if all outputs are
+        numbers or [rows, positions, ...]; padding is cut off the outputs again. Each of several ranks gets
+        the outputs of its own batch.
 
-        ``outputs(output, batch)`` is compiled with the model, and what it returns comes in the place of the
-        output: of ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read entries
-        of the batch that the forward does not take, and an attribute ``inputs`` of it names entries that the
-        forward is not given. Another function, or the same one over other values, is another program.
+        ``outputs(output, batch)`` is compiled with the model, and its result comes in the place of the
+        output: with ``lambda out, batch: out.logits.argmax(-1)`` no logits reach the host. It may read
+        entries of the batch that the forward does not take. Its attribute ``inputs`` names entries for it
+        alone. Another function, or the same one over other values, is another program.
         """
         return self._forward("predict", batch, outputs or all_outputs)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[Any]:
-        """The model, with the whole budget to generate in: ``with program.rollout() as model``.
-
-        ``model`` is a copy in eval mode: weights as programs compute with them, on the device, and room for a
-        cache of keys and values. Its ``generate`` and its call are the model's own; they take tensors of the
-        host and return some. Where the cache of all rows has no room, ``generate`` makes one part of the rows
-        after the other. Where all weights have no room, a block's come when it runs, in each forward.
-
-        Steps go on after the context, bit for bit as without it, also where an exception left it. Inside, the
-        program itself runs nothing. Refused for several ranks.
+        """Lend a copy of the model with the whole budget to generate in: ``with program.rollout() as model``.
+        The copy is in eval mode, with weights on the device, as programs compute with them, and room for a
+        cache of keys and values. Its ``generate`` and its call are the model's own; they take and return
+        tensors of the host. If the cache of all rows has no room, ``generate`` makes one part of the rows
+        after the other. If all weights have no room, a block's weights come when it runs, in each forward.
+        Steps go on after the context, bit for bit as without it, even after an exception. Inside, the program
+        itself runs nothing. Refused for several ranks.
         """
         with self._given_back("rollout", Rollout, "use program.generate") as rollout:
             yield rollout.model
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight under its name, on the device, as programs compute with it: to hand them to a server.
-
-        PEFT's adapters are merged into them, under the names of the model without adapters.
-
-        They come one by one, whatever the model's size; those that the caller keeps have to fit
-        ``hbm_budget`` together. Until the last one was taken the program runs nothing. Refused for several
-        ranks.
+        """Yield each weight under its name, on the device, as programs compute with it, for a server. PEFT's
+        adapters are merged into them, under the names of the model without adapters. They come one by one,
+        whatever the model's size; the weights that the caller keeps have to fit ``hbm_budget`` together. The
+        program runs nothing until the last one was taken. Refused for several ranks.
         """
         kind = MergedWeights if hasattr(self.model, "get_base_model") else DeviceWeights
         with self._given_back("named_weights", kind, "use program.state_dict") as weights:
@@ -629,7 +625,7 @@ class Program:
 
     @alone
     def generate(self, /, input_ids: Tensor, **options: Any) -> Any:
-        """Samples between steps: what ``model.generate(input_ids, **options)`` of transformers returns.
+        """Generate samples between steps, as ``model.generate(input_ids, **options)`` of transformers does.
 
         The model is in eval mode, the result on the host, and the budget that of training.
 
@@ -637,11 +633,11 @@ class Program:
         ``num_beams``, ``stopping_criteria``, an ``attention_mask`` of prompts padded on the left. Random
         numbers come from torch's generator, so a seed gives the same tokens as there.
 
-        The model generates in a :meth:`rollout`. Where the budget has no room for one, and on several ranks,
+        The model generates in a :meth:`rollout`. Without room for one in the budget, and on several ranks,
         each token takes a forward over the whole row, without a cache, by a program. Then several rows cost
-        little more than one, as weights take as long to come for a token as for a few hundred; rows are
+        little more than one, because weights take as long to come for a token as for a few hundred; rows are
         padded to few lengths, so that few programs are compiled. Several ranks call it together, with the
-        same prompts, and the same seed where they sample.
+        same prompts, and with the same seed if they sample.
         """
         refuse_no_generator(self._session.model, input_ids)
         # planned is what generates where a rollout has no room
@@ -774,8 +770,8 @@ class Program:
 
     @property
     def largest_schedule(self) -> Schedule:
-        """As ``schedule``, of the training program that computes most: the last batch of an epoch is often a
-        small one."""
+        """As ``schedule``, for the training program that computes most, because the last batch of an epoch is
+        often a small one."""
         training = self._session.decided.training
         largest = max(training, key=lambda s: sum(op.flops for op in s.planned.step.ops), default=None)
         return self._schedule_on(self.machine, largest)
@@ -789,10 +785,10 @@ class Program:
 
     @alone
     def profile(self) -> Schedule:
-        """The schedule with times predicted from each block function's own, measured now on the CPU backend.
+        """Return the schedule with times from each block function's own, measured now on the CPU backend.
 
-        Takes some runs of every function on made-up values. What ``schedule`` predicts comes from
-        rates and is farther off.
+        Takes some runs of every function on made-up values. Predictions of ``schedule`` come from rates and
+        are farther off.
         """
         self._session.synchronize()
         self._session.report_skipped()
@@ -817,7 +813,7 @@ class Program:
 
     @property
     def budget_bytes(self) -> int:
-        """Device bytes of the budget, with what the device's driver and libraries take of them."""
+        """Device bytes of the budget, including the share of the device's driver and libraries."""
         return self._session.decided.room.device_bytes
 
     @property

@@ -198,8 +198,8 @@ def our_operators(
 
     ``rng`` is int64 [2], (seed, 0). One forward per context: call sites are numbered from 0.
     ``positions_given``: the batch brings its own ``position_ids``, so transformers must look for packed
-    sequences in them. A model's own positions are never packed. ``padding`` is a batch's mask of padding that
-    causal attention is to leave out, and all attention where it is ``of_ones``.
+    sequences in them. A model's own positions are never packed. ``padding`` is a batch's mask of padding:
+    causal attention leaves it out, all attention does if it is ``of_ones``.
 
     Used by ``capture``, so that the graph holds them, and by eager reference runs, so that eager PyTorch
     computes the same function with the same dropout masks.

@@ -63,7 +63,7 @@ class Schedule:
 
     @cached_property
     def step(self) -> Step:
-        """The light step that the plan lowers to; equal to the one that runs."""
+        """The light step that the plan lowers to, equal to the running one."""
         return lower(self.work, self.plan, self.mode)
 
     @cached_property
@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def bound(self) -> Bound:
-        """Seconds that no training step gets below with state where the plan has it."""
+        """Least seconds of any training step with the state in the plan's places."""
         return lower_bound(self.work, self.mode, self.machine, self.step)
 
     @property
@@ -146,7 +146,7 @@ class Schedule:
 
     @property
     def traffic(self) -> str:
-        """Say what a step moves over NVMe and what that does to the drive; "" where nothing is there."""
+        """Describe a step's traffic over NVMe and the wear of the drive; "" without state there."""
         seconds = self.measured.step_seconds if self.measured else self.predicted_seconds
         return describe_traffic(self.step, seconds)
 

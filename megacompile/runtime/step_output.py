@@ -40,7 +40,8 @@ class StepLoss(Tensor):
 class StepOutput:
     """Result of a step. ``loss`` and ``grad_norm`` are 0-d tensors, looked up when read.
 
-    ``await_losses`` and ``await_norm`` return when the results have them, or raise why they never will.
+    ``await_losses`` and ``await_norm`` return when the results have them, or raise the error for which they
+    never will.
     """
 
     def __init__(

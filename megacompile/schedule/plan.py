@@ -59,8 +59,8 @@ class Plan:
     ``order`` is "depth" (all layers for one micro-batch, then the next) or "breadth" (all micro-batches
     through a layer). ``grad_lag`` counts the compute operations that a gradient may take to leave the device,
     ``ring`` the host buffers of streamed gradients, ``window`` the host buffers of state from NVMe, as many
-    for weights, and as many for offloaded activations. ``workload`` is the digest of what the plan was made
-    for; an empty one goes with any that has as many blocks and groups.
+    for weights, and as many for offloaded activations. ``workload`` is the digest of the plan's own workload;
+    an empty one goes with any workload of as many blocks and groups.
     """
 
     blocks: tuple[BlockPlan, ...]

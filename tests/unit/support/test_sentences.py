@@ -58,6 +58,9 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
                 paragraph = []
             begin = begin if paragraph else number
             paragraph += [cell.strip(" |-*>#")] if cell.strip() else []
+        if line.startswith("#"):
+            yield number, " ".join(paragraph)
+            paragraph = []
 
 
 def faults(texts: list[tuple[Path, int, str]]) -> list[str]:
@@ -87,11 +90,10 @@ def test_pages_name_things() -> None:
 
 
 def test_a_sentence_is_found_in_lists_and_tables() -> None:
-    text = (
-        "One\nline. Two: three.\n\n- four `that which`\n  goes on\n- five\n\n| six | seven |\n```\nNone.\n```"
-    )
+    lists = "# Name\nOne\nline. Two: three.\n\n- four `that which`\n  goes on\n- five\n\n"
+    text = f"{lists}| six | seven |\n```\nNone.\n```"
     assert [sentence for _, sentence in sentences(text)] == [
-        *("One line.", "Two:", "three.", "four code goes on", "five", "six", "seven"),
+        *("Name", "One line.", "Two:", "three.", "four code goes on", "five", "six", "seven"),
     ]
     assert faults([(Path("page"), 1, "Of these none.\n\nThat which stands where it stood.")]) == [
         "page:1: begins with Of: Of these none.",
