@@ -127,7 +127,7 @@ _part = torch.profiler.record_function
 
 
 def _head_in_pieces(module: Any) -> Any:
-    """Make a causal language model return its mean loss, with the logits of one row at a time."""
+    """Replace a causal language model's forward: its mean loss, with the logits of one row at a time."""
 
     def piece(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(module.lm_head(hidden).float(), labels, reduction="sum")
