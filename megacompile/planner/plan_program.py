@@ -106,10 +106,10 @@ def first_that_fits(
 ) -> T | TooSmall:
     """Return what ``plan`` gives for the first number of positions in a chunk that fits.
 
-    Its argument is the most bytes that activations alone may take for finer cuts to be tried. That is the
-    budget. If nothing fits, chunks that needed less than all longer ones are planned once more, with the
-    least that any chunk needed so far. Where none fits, the least budget of all chunks. Raises what a plan
-    that was given does for each of them.
+    Its second argument is the most bytes that activations alone may take for finer cuts to be tried. That is
+    the budget. If nothing fits, chunks that needed less than all longer ones are planned once more, with the
+    least that any chunk needed so far. If none fits, returns the least budget of all chunks. A plan that was
+    given is of one chunk and refuses all others; if it refuses all, its error is raised.
     """
     least: TooSmall | None = None
     other: MegacompileError | None = None
@@ -125,9 +125,9 @@ def first_that_fits(
         if least is None or found.is_less_than(least):
             least = found
             again.append(chunk)
-    if other is not None:
+    if least is None:
+        assert other is not None
         raise other
-    assert least is not None
     for chunk in again:
         found = plan(chunk, least.least_bytes or 0)
         if not isinstance(found, TooSmall):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megacompile.errors import MegacompileError
 from megacompile.planner import tiling
 from megacompile.planner.lowest_bytes import activations_bytes, lowest_bytes
 from megacompile.planner.min_feasible_budget import least
@@ -98,3 +99,15 @@ def test_where_no_chunk_fits_the_least_of_all_is_named() -> None:
 
     assert first_that_fits((0, 32, 16, 8), 1, plan) == TooSmall("in 32", 3)
     assert asked == [(0, 1), (32, 1), (16, 1), (8, 1), (0, 5), (32, 5), (8, 3)]
+
+
+@pytest.mark.parametrize("own", [0, 16])
+def test_a_given_plan_that_does_not_fit_is_said_to_be_too_large(own: int) -> None:
+    def plan(chunk: int, most: int) -> TooSmall:
+        if chunk != own:
+            raise MegacompileError("The plan was made for another model.")
+        return TooSmall("it needs more", 3)
+
+    assert first_that_fits((0, 32, 16), 1, plan) == TooSmall("it needs more", 3)
+    with pytest.raises(MegacompileError, match="for another model"):
+        first_that_fits((32, 8), 1, plan)
