@@ -124,6 +124,8 @@ def run_train(options: argparse.Namespace) -> int:
         return 128 + stopped
     trainer.save_model(str(folder / "model"))
     if first:
+        for said in _lacking_updates(trainer):
+            print(f"megacompile: {said}")
         from megacompile.state.model_export import copy_processor
 
         source, made = Path(keys[3].model_name_or_path), folder / "model"
@@ -529,6 +531,18 @@ def _described_programs(trainer: Any, programs: Sequence[tuple[str, Schedule]], 
         f"          predicted for {program.machine.name}, with all rows as long as the longest, without "
         "compilation and checkpoints"
     )
+    for said in _lacking_updates(trainer):
+        yield f"warning   {said}"
+
+
+def _lacking_updates(trainer: Any) -> Iterator[str]:
+    """Say that a training ends before its learning rate is the one given, as one of few rows does."""
+    updates, args = trainer.planned_updates, trainer.args
+    if args.get_warmup_steps(updates) >= updates:
+        yield (
+            f"all updates ({updates:,}) are warm-up, the first at a learning rate of 0: give more "
+            "num_train_epochs, fewer gradient_accumulation_steps, or warmup_steps: 0"
+        )
 
 
 def _times(trainer: Any, updates: int, slowest: Mapping[str, float]) -> Iterator[tuple[int, str, float]]:

@@ -304,6 +304,13 @@ def test_a_dry_run_says_what_the_training_will_do(folder: Path, capsys: pytest.C
     ]
     assert names == ["training", "the last update of an epoch", "evaluation", "samples"]
     assert "10 updates of" in said and "6 batches of evaluation" in said and "128 tokens of samples" in said
+    assert "warm-up" not in said
+
+
+def test_a_training_that_is_all_warm_up_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it makes one update at a learning rate of 0, and learns nothing."""
+    code, said = planned(capsys, f"{GRADIENTS}4", "--max_steps=1", "--warmup_steps=0.03")
+    assert code == 0 and "warning   all updates (1) are warm-up, the first at a learning rate of 0" in said
 
 
 def test_no_bar_cuts_the_report_of_a_dry_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
