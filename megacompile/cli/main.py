@@ -136,10 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_models(_: argparse.Namespace) -> int:
     from megacompile.cli.presets import PRESETS
 
-    print(f"{'model':<18}{'parameters':>11}{'active':>9}  geometry from")
+    width = max(map(len, PRESETS))
+    print(f"{'model':<{width}}{'parameters':>11}{'active':>9}  geometry from")
     for name, p in PRESETS.items():
         active = f"{p.active:g} B" if p.active != p.billions else ""
-        print(f"{name:<18}{f'{p.billions:g} B':>11}{active:>9}  {p.source}")
+        print(f"{name:<{width}}{f'{p.billions:g} B':>11}{active:>9}  {p.source}")
     return 0
 
 

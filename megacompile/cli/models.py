@@ -112,16 +112,9 @@ class Model:
     def attention_flops(self, seq: int) -> float:
         """Forward FLOPs of causal attention for one sequence, each score counted once."""
         c = self.text_config
-        heads: int = getattr(c, "num_attention_heads", None) or 0  # Mamba has none
-        if not heads:
-            return 0.0
-        width: int = getattr(c, "head_dim", None) or c.hidden_size // heads
-        query: int = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
-        window = getattr(c, "sliding_window", None) or seq
+        layers = getattr(c, "per_layer_config", None) or [c] * c.num_hidden_layers  # Gemma 4's heads differ
         kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-        pairs = sum(_pairs(seq, window if "sliding" in k else seq) for k in kinds if k not in _NOT_ATTENDING)
-        value: int = getattr(c, "v_head_dim", width)
-        return 2.0 * pairs * heads * (query + value)
+        return sum(_layer_flops(layer, kind, seq) for layer, kind in zip(layers, kinds, strict=False))
 
     def forward_flops(self, batch: int, seq: int) -> float:
         """Model FLOPs of a forward on ``batch`` sequences: 2·P·T, and attention."""
@@ -132,6 +125,18 @@ class Model:
         frozen weights' gradients."""
         frozen = self.matmul_parameters - self.trained_parameters if self.lora else 0
         return 3.0 * self.forward_flops(batch, seq) - 2.0 * frozen * batch * seq
+
+
+def _layer_flops(c: Any, kind: str, seq: int) -> float:
+    """Forward FLOPs of one layer's attention, by the layer's own config."""
+    heads: int = getattr(c, "num_attention_heads", None) or 0  # Mamba has none
+    if not heads or kind in _NOT_ATTENDING:
+        return 0.0
+    width: int = getattr(c, "head_dim", None) or c.hidden_size // heads
+    query: int = c.qk_nope_head_dim + c.qk_rope_head_dim if hasattr(c, "qk_nope_head_dim") else width
+    window = getattr(c, "sliding_window", None) or seq
+    value: int = getattr(c, "v_head_dim", width)
+    return 2.0 * _pairs(seq, window if "sliding" in kind else seq) * heads * (query + value)
 
 
 def _pairs(seq: int, window: int) -> float:

@@ -18,7 +18,7 @@ import pytest
 
 from megacompile.cli.main import _build, main
 from megacompile.cli.presets import PRESETS
-from megacompile.hardware.catalog import load_machine
+from megacompile.hardware.catalog import PROFILES, load_machine
 from megacompile.report.schedule_page import _SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_every_command_that_is_shown_is_understood(path: Path) -> None:
 @pytest.mark.slow_cases(r"(?!long)")
 @pytest.mark.parametrize(
     "path",
-    [*PAGES[-4:-1], *(pytest.param(page, marks=pytest.mark.nightly) for page in (PAGES[-5], PAGES[-1]))],
+    [*PAGES[-4:-1], *(pytest.param(page, marks=pytest.mark.nightly) for page in (*PAGES[3:5], PAGES[-1]))],
     ids=lambda p: p.stem,
 )
 def test_the_figures_of_a_guide_are_those_of_its_commands(
@@ -155,6 +155,13 @@ def test_the_site_shows_every_page() -> None:
         path = ROOT / "docs" / page
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / link).is_file(), (page, link)
+
+
+def test_the_readme_counts_what_is_built_in() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"for {len(PRESETS)} built-in models or any config.json, and for {len(PROFILES)} machines" in readme
+    )
 
 
 def test_every_class_of_errors_is_on_the_page_of_errors() -> None:

@@ -24,6 +24,7 @@ from megacompile.cli.main import main
 from megacompile.cli.models import load_model, optimizer_of
 from megacompile.cli.plan_answer import Question
 from megacompile.cli.plan_arguments import OPTIMIZERS
+from megacompile.cli.presets import PRESETS
 from megacompile.cli.rollout_report import rollout_section
 from megacompile.cli.step_figures import compute_parts, waits
 from megacompile.cli.workload_flops import complete_flops
@@ -650,6 +651,13 @@ def test_a_config_that_is_none_is_refused(
     printed = capsys.readouterr()
     last = printed.err.strip().splitlines()[-1]
     assert said in last and str(path) in last and "Traceback" not in printed.err and not printed.out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_model_by_name_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", name, "--machine", "h200", "--seq", "256", "--no-clip"]) in (0, 1)
+    assert f"{name} on H200" in capsys.readouterr().out
 
 
 def test_a_config_by_its_class_has_the_defaults_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:

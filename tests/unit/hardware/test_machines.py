@@ -136,7 +136,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     model = load_model(name)
     assert model.parameters == pytest.approx(PRESETS[name].billions * 1e9, rel=0.01)
     # published active counts differ in whether they hold the embedding
-    tables = 2 * model.config.vocab_size * model.config.hidden_size
+    tables = 2 * model.text_config.vocab_size * model.text_config.hidden_size
     active = PRESETS[name].active * 1e9
     assert model.active_parameters - tables <= active * 1.01
     assert model.active_parameters >= active * 0.99
@@ -158,6 +158,12 @@ def test_windows_and_tied_tables_count_once() -> None:
     full, local = 4, 22  # every sixth layer sees everything
     pairs = full * 4096 * 4097 / 2 + local * (512 * 513 / 2 + (4096 - 512) * 512)
     assert model.attention_flops(4096) == pytest.approx(2 * pairs * 4 * (256 + 256))
+
+
+def test_layers_of_unlike_heads_count_their_own() -> None:
+    model = load_model("gemma4-31b")
+    full, local = 10 * 4096 * 4097 / 2 * 512, 50 * (1024 * 1025 / 2 + (4096 - 1024) * 1024) * 256
+    assert model.attention_flops(4096) == pytest.approx(2 * 32 * 2 * (full + local))
 
 
 def test_layers_that_do_not_attend_count_no_attention(tmp_path: Path) -> None:
