@@ -44,18 +44,20 @@ def fine_tune(
             start = time.perf_counter()
             after = _train(folder, wait)  # its log begins with what the checkpoint knew
             seconds = {n: float(row["train_runtime"]) for n, row in after.items()}
-            went_on = next((n for n in after if n > 1 and seconds[n] < seconds[n - 1]), 1)
-            again = {n: (before[n]["loss"], after[n]["loss"]) for n in before if n >= went_on}
+            # what the second call did not make again keeps the time that it had
+            again = {n: row for n, row in before.items() if row["train_runtime"] != after[n]["train_runtime"]}
+            losses = {n: (row["loss"], after[n]["loss"]) for n, row in again.items()}
+            went_on = min(again, default=1)
             tokens = {n: int(row["num_input_tokens_seen"]) for n, row in after.items()}
             speeds = [
                 (tokens[n] - tokens[n - 1]) / (seconds[n] - seconds[n - 1])
                 for n in range(went_on + 2, updates + 1)  # the first two touch memory
             ]
             finding |= {
-                "updates before": max(before), "went on with": went_on, "made again": again,
+                "updates before": max(before), "went on with": went_on, "made again": losses,
                 "second call s": time.perf_counter() - start, "tokens/s": statistics.median(speeds),
             }  # fmt: skip
-            finding["right"] = went_on > 1 and bool(again) and all(a == b for a, b in again.values())
+            finding["right"] = went_on > 1 and all(a == b for a, b in losses.values())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

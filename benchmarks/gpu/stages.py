@@ -33,7 +33,7 @@ def _whole() -> list[Stage]:
         Stage("primitives", "machine.primitives", {"nbytes": GIB}, 60, 16, here=True),
         Stage("kernels", "correct.kernels", {}, 75, 15, "primitives", checks=True),
         Stage("rates", "machine.rates", _RATES, 60, 18, "primitives", here=True),
-        Stage("DeepSpeed's Adam", "peers.compile_adam", {}, 150, 40, "", "Hopper attention", True),
+        Stage("DeepSpeed's Adam", "peers.compile_adam", {}, 150, 60, "", "8B in 80 GB", True),
         _small_models("2GB", 8, 75, 34),
         # what was slow on an H100 and is changed since
         Stage(
