@@ -70,9 +70,8 @@ def search(
     that fits. On an interrupt the best plan so far is returned, if any. What was found is kept for later
     searches for the same.
     """
-    states = tuple(group.state_bytes for group in work.groups)  # the digest leaves them out
     places = sorted(residents), sorted(resident), drive and drive.digest
-    kept = place_of(work.digest, states, mode, machine, budget_bytes, host_budget, places, also)
+    kept = place_of(work.digest, work.updates, mode, machine, budget_bytes, host_budget, places, also)
     with suppress(MegacompileError):
         if (known := read(kept)) is not None:
             again = follow(known, work, mode, machine, budget_bytes)

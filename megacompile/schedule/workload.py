@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from megacompile.errors import MegacompileError
 from megacompile.json_codec import LATER, from_plain, parse_json, to_plain
@@ -305,9 +306,13 @@ class Workload:
     def digest(self) -> str:
         """The hash that a plan file is checked by: equal for equal numbers, but for those of the optimizer's
         state and updates."""
-        adam = {"state_bytes": 0, "update_moved": 0, "update_flops": 0, "matrices": None}
-        groups = tuple(replace(g, **adam) for g in self.groups)  # type: ignore[arg-type]
+        groups = tuple(replace(g, **_ADAM) for g in self.groups)
         return hashlib.sha256(replace(self, groups=groups).to_json().encode()).hexdigest()[:32]
+
+    @property
+    def updates(self) -> tuple[tuple[object, ...], ...]:
+        """The numbers of each group's state and update, which the digest leaves out."""
+        return tuple(tuple(getattr(group, name) for name in _ADAM) for group in self.groups)
 
     def to_json(self) -> str:
         """Strict JSON: every dataclass as the list of its fields' values, in order."""
@@ -331,3 +336,4 @@ class Workload:
 
 
 WORKLOAD_VERSION = 1
+_ADAM: Mapping[str, Any] = {"state_bytes": 0, "update_moved": 0, "update_flops": 0, "matrices": None}

@@ -409,7 +409,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "planner",
         "megacompile/planner/search.py",
-        "kept = place_of(work.digest, states, mode, machine, budget_bytes, host_budget, places, also)",
+        "kept = place_of(work.digest, work.updates, mode, machine, budget_bytes, host_budget, places, also)",
         "kept = place_of(work.digest, mode, machine, budget_bytes, host_budget, places, also)",
         ("tests/unit/planner/test_plan_cache.py::test_what_a_search_depends_on_searches_again",),
     ),

@@ -59,9 +59,10 @@ def test_what_a_search_depends_on_searches_again(searches: list[object]) -> None
     find(machine=replace(MACHINE, flops=2000.0))
     search(WORK, TRAIN, MACHINE, BUDGET, host_budget=10**6)
     search(WORK, TRAIN, MACHINE, BUDGET, residents=(0,))
-    groups = tuple(replace(g, state_bytes=g.state_bytes + 8) for g in WORK.groups)
-    search(replace(WORK, groups=groups), TRAIN, MACHINE, BUDGET)
-    assert len(searches) == 7
+    for name in ("state_bytes", "update_moved", "update_flops"):  # those of other optimizers
+        groups = tuple(replace(g, **{name: getattr(g, name) + 8}) for g in WORK.groups)
+        search(replace(WORK, groups=groups), TRAIN, MACHINE, BUDGET)
+    assert len(searches) == 9
 
 
 def test_other_code_searches_again(searches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
