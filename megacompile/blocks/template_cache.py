@@ -22,6 +22,7 @@ from megacompile import blocks, capture, graph, kernels
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Template
 from megacompile.blocks.policies import differentiate
+from megacompile.capture.opaque_functions import OPAQUE
 from megacompile.errors import MegacompileError
 from megacompile.file_cache import cached_file, code_digest, read_cached, write_cached
 from megacompile.json_codec import from_plain, to_plain
@@ -57,7 +58,7 @@ def differentiate_once(
 
 def _is_the_same_in_every_run(graph: fx.Graph) -> bool:
     return all(
-        node.target.namespace in _NAMESPACES
+        node.target.namespace in _NAMESPACES and node.target is not OPAQUE
         if isinstance(node.target, torch._ops.OpOverload)
         else getattr(node.target, "__module__", "") == "_operator"
         for node in graph.nodes

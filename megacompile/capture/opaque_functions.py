@@ -73,6 +73,7 @@ def _(saved: Sequence[Tensor], grads: Sequence[Tensor], call: str) -> list[Tenso
     return [form.empty(grads[0].device) for form in _OPAQUE_CALLS[call].gradient_forms]
 
 
+OPAQUE = torch.ops.megacompile.opaque.default
 declare(OpSpec("opaque", backward=OpPass(), kept=True, varies=True))
 
 
