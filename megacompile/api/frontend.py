@@ -35,7 +35,7 @@ from megacompile.garbage_collection import without_garbage_collection
 from megacompile.graph.captured import Captured, Prologue
 from megacompile.graph.forward_outputs import OutputsFn
 from megacompile.graph.fusion_report import Fusions
-from megacompile.graph.fusion_rewriter import fuse, read_switches
+from megacompile.graph.fusion_rewriter import FOLDED_SUMS, fuse, read_switches
 from megacompile.graph.node_storage import written_buffers
 from megacompile.graph.tile_cuts import Cuts, families, tables
 from megacompile.graph.tile_rewriter import Tiled, tile
@@ -379,7 +379,7 @@ class Frontend:
         key = (template.digest, template.name, chunk)
         if key not in self._differentiated:
             self._differentiated[key] = self._differentiated_by(
-                template, mode, self._inductor, self._gpu, chunk
+                template, mode, self._inductor, self._gpu, chunk, fold=self._kernels[FOLDED_SUMS]
             )
         return replace(self._differentiated[key], index=template.index)
 

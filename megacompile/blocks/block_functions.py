@@ -21,7 +21,7 @@ from megacompile.blocks.chunk_loops import looped_source
 from megacompile.blocks.codegen import function_source, load_functions
 from megacompile.blocks.costs import attention_flops, flops, grouped, is_heavy, launches, moved
 from megacompile.blocks.cpu_products import float32_products
-from megacompile.blocks.inplace_reuse import reuse
+from megacompile.blocks.inplace_reuse import add_in_place, reuse
 from megacompile.blocks.joint_graph import Ref
 from megacompile.blocks.kernel_calls import Calls, is_ours, kernel_calls
 from megacompile.blocks.lifetimes import held_bytes
@@ -108,6 +108,9 @@ def block_function(
     work = sum(flops(n, share) for n in counted)
     attention = [attention_flops(n) for n in counted]
     experts = [grouped(n, share) for n in counted]
+    if loops is None:
+        add_in_place(graph, owned)
+        counted = [n for n in graph.nodes if n.op == "call_function"]
     with recording(gpu=gpu):  # which kernels run depends on the GPU
         asked, traffic = sum(map(launches, counted)), sum(map(moved, counted))
         kernels = kernel_calls(graph)

@@ -126,13 +126,22 @@ def _operands(node: fx.Node) -> list[Tensor]:
 def moved(node: fx.Node) -> int:
     """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing (those of
     :func:`grouped` ones stand apart), but for the logits that a head's kernels read, and in its backward
-    write, and what a scan in plain torch does beside its products."""
+    write, what a scan in plain torch does beside its products, and the matrix that a product adds to."""
     call = called(node.target)
     if call is not None and call.part.moved is not None:
         return call.part.moved(values(node))
+    if _starts_from_matrix(node):
+        # the product reads it; out of place it is first copied to where the result goes
+        return _traced_value(node).nbytes * (1 if node.target is aten.addmm_.default else 3)
     if is_view(node) or node.target is operator.getitem or flops(node):
         return 0
     return sum(v.nbytes for v in _operands(node))
+
+
+def _starts_from_matrix(node: fx.Node) -> bool:
+    """Return whether a node adds a product to a matrix, rather than to a row that its kernel adds."""
+    sums = node.target in (aten.addmm.default, aten.addmm_.default)
+    return sums and _traced_value(node.args[0]).shape == _traced_value(node).shape
 
 
 def launches(node: fx.Node) -> int:
@@ -147,6 +156,8 @@ def launches(node: fx.Node) -> int:
     if (name := target._schema.name) in _GROUPED and target.namespace != "aten":
         return _GROUPED[name] * (1 + len(_traced_value(node.args[1])))
     call = called(target)
+    if target is aten.addmm.default and _starts_from_matrix(node):
+        return 2  # a copy, then the product
     if call is None:
         return _LAUNCHES_OF.get(target, 1)
     if callable(call.part.launches):

@@ -11,10 +11,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from megacompile.graph.node_storage import is_view, storage_nbytes, view_base
 from megacompile.kernels.registry import called
+
+aten = torch.ops.aten
+_ADD_PRODUCT = aten.addmm.default
 
 
 def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
@@ -29,6 +33,17 @@ def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
             with graph.inserting_before(node):
                 graph.call_function(twin.target, twin.arguments(node.args))
             _replace_by_twin(graph, node, places)
+
+
+def add_in_place(graph: fx.Graph, owned: set[fx.Node]) -> None:
+    """Let products that start from a matrix write over it: to start from a copy moves two more."""
+    for node in list(graph.nodes):
+        if node.target is not _ADD_PRODUCT or node.kwargs or not _may_write(graph, node, (0,), owned):
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.addmm_.default, node.args)
+        product.meta = dict(node.meta)
+        _replace_by_twin(graph, node, [node.args[0]])
 
 
 def _may_write(graph: fx.Graph, node: fx.Node, over: tuple[int, ...], owned: set[fx.Node]) -> bool:

@@ -29,6 +29,7 @@ from megacompile.blocks.differentiated_template import (
     PolicyFunctions,
     PolicyName,
 )
+from megacompile.blocks.folded_sums import with_folded_sums
 from megacompile.blocks.head_gradients import with_gradients_in_forward
 from megacompile.blocks.joint_graph import Joint, Ref, extract, joint_in, joint_of, without_statistics
 from megacompile.blocks.loop_check import disagreement
@@ -51,6 +52,7 @@ def differentiate(
     chunk: int = 0,
     *,
     check: bool = True,
+    fold: bool = False,
 ) -> DifferentiatedTemplate:
     """Trace a template's forward and backward jointly and cut it at several saved sets.
 
@@ -58,12 +60,13 @@ def differentiate(
     ``gpu`` is the one whose memory is planned, None: the CPU's is.
     ``chunk`` > 0: what acts on each position of a sequence alone runs over chunks of so many positions, if it
     computes the same on random numbers, which ``check`` makes sure of.
+    ``fold``: fold sums into products, but where loops or Inductor place them in another way.
     """
     length = length_of(template)
     if chunk and length is not None and length > chunk and not template.writes:
-        return _in_chunks(template, mode, gpu, (length, chunk), check)
+        return _in_chunks(template, mode, gpu, (length, chunk), check, fold)
     if inductor is None:
-        return _cut(template, mode, gpu)
+        return _cut(template, mode, gpu, fold=fold)
     cutter = _Cutter(template, joint_of(template, mode), mode, gpu)
     return cutter.with_inductor(cutter.run(), inductor)
 
@@ -72,18 +75,24 @@ _CUT: WeakKeyDictionary[Template, dict[Any, DifferentiatedTemplate]] = WeakKeyDi
 
 
 def _cut(
-    template: Template, mode: FakeTensorMode, gpu: Gpu | None, loops: tuple[int, int] | None = None
+    template: Template,
+    mode: FakeTensorMode,
+    gpu: Gpu | None,
+    loops: tuple[int, int] | None = None,
+    fold: bool = False,
 ) -> DifferentiatedTemplate:
     """A template's functions, made once while it lives: chunks of two lengths may come to the same."""
-    made, key = _CUT.setdefault(template, {}), (gpu, loops)
+    made, key = _CUT.setdefault(template, {}), (gpu, loops, fold)
     if key not in made:
         joint = joint_of(template, mode)
+        if fold:
+            joint = joint_in(with_folded_sums(joint.graph, mode), template)
         made[key] = _Cutter(template, joint, mode, gpu, loops=loops, lean=bool(loops)).run()
     return made[key]
 
 
 def _in_chunks(
-    template: Template, mode: FakeTensorMode, gpu: Gpu | None, loops: tuple[int, int], check: bool
+    template: Template, mode: FakeTensorMode, gpu: Gpu | None, loops: tuple[int, int], check: bool, fold: bool
 ) -> DifferentiatedTemplate:
     """With loops over chunks, unless there are none or they compute something else."""
     pairs, reason = two_lengths(template, mode, _SHORT)
@@ -100,7 +109,7 @@ def _in_chunks(
             reason = f"its loops fail: {str(error).strip().splitlines()[0]}"
     if reason is None:
         return replace(found, loops=loops)
-    return replace(_cut(template, mode, gpu), not_looped=reason)
+    return replace(_cut(template, mode, gpu, fold=fold), not_looped=reason)
 
 
 def _wrong(short: Template, joint: Joint, mode: FakeTensorMode) -> str | None:

@@ -41,17 +41,18 @@ def differentiate_once(
     chunk: int = 0,
     *,
     check: bool = True,
+    fold: bool = False,
 ) -> DifferentiatedTemplate:
     """As :func:`~megacompile.blocks.policies.differentiate`, from a file where that is known.
 
     What Inductor compiles is not kept here: it has a cache of its own.
     """
     if inductor is not None or not _is_the_same_in_every_run(template.graph):
-        return differentiate(template, mode, inductor, gpu, chunk, check=check)
-    path = _place_of(template, gpu, chunk, check)
+        return differentiate(template, mode, inductor, gpu, chunk, check=check, fold=fold)
+    path = _place_of(template, gpu, chunk, check, fold)
     if (known := _read(path)) is not None:
         return replace(known, index=template.index)
-    found = differentiate(template, mode, None, gpu, chunk, check=check)
+    found = differentiate(template, mode, None, gpu, chunk, check=check, fold=fold)
     write_cached(path, to_plain(found), _MOST)
     return found
 
@@ -66,19 +67,21 @@ def _is_the_same_in_every_run(graph: fx.Graph) -> bool:
     )
 
 
-def _place_of(template: Template, gpu: Gpu | None, chunk: int, check: bool) -> Path:
+def _place_of(template: Template, gpu: Gpu | None, chunk: int, check: bool, fold: bool) -> Path:
     """The file of a template's functions."""
     code = code_digest(megacompile, blocks, capture, graph, kernels)
-    return cached_file("templates", code, *what_decides(template, gpu, chunk, check))
+    return cached_file("templates", code, *what_decides(template, gpu, chunk, check, fold))
 
 
-def what_decides(template: Template, gpu: Gpu | None, chunk: int, check: bool) -> tuple[Hashable, ...]:
+def what_decides(
+    template: Template, gpu: Gpu | None, chunk: int, check: bool, fold: bool
+) -> tuple[Hashable, ...]:
     """Everything but code that a template's functions depend on: equal values mean equal functions."""
     kernels_run = _triton.HAS_TRITON, _triton.INTERPRETED, _triton._gave_up
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     names = tuple(node.name for node in template.graph.nodes)
     own = template.name, template.digest, template.share, names
-    return torch.__version__, kernels_run, modes, own, (gpu, chunk, check)
+    return torch.__version__, kernels_run, modes, own, (gpu, chunk, check, fold)
 
 
 def _read(path: Path) -> DifferentiatedTemplate | None:

@@ -51,27 +51,31 @@ PATTERNS: dict[str, Pattern] = (
     | lm_head_patterns.PATTERNS
 )
 
+FOLDED_SUMS = "folded_sums"
+"""The switch of sums that products take in; these are placed where blocks are differentiated."""
+SWITCHES = (*PATTERNS, FOLDED_SUMS)
+
 
 def read_switches(kernels: Mapping[str, bool] | bool | None) -> dict[str, bool]:
     """Return which patterns are on: None and False none, True all, a mapping all but what it switches off."""
     if kernels is None or isinstance(kernels, bool):
-        return dict.fromkeys(PATTERNS, bool(kernels))
+        return dict.fromkeys(SWITCHES, bool(kernels))
     if not isinstance(kernels, Mapping):
         raise MegacompileError(f"kernels={kernels!r} must be True, False, None or a dict of names.")
     for name, on in kernels.items():
-        if name not in PATTERNS:
+        if name not in SWITCHES:
             raise MegacompileError(
-                f"kernels names {name!r}, which is not a fused kernel: choose from {', '.join(PATTERNS)}."
+                f"kernels names {name!r}, which is not a fused kernel: choose from {', '.join(SWITCHES)}."
             )
         if not isinstance(on, bool):
             raise MegacompileError(f"kernels[{name!r}]={on!r} must be True or False.")
-    return dict.fromkeys(PATTERNS, True) | dict(kernels)
+    return dict.fromkeys(SWITCHES, True) | dict(kernels)
 
 
 def fuse(captured: Captured, enabled: Mapping[str, bool]) -> tuple[Captured, Fusions]:
     """Replace what the enabled patterns find; ``captured`` itself is left as it is."""
-    off = tuple(name for name in PATTERNS if not enabled.get(name, False))
-    if len(off) == len(PATTERNS):
+    off = tuple(name for name in SWITCHES if not enabled.get(name, False))
+    if len(off) == len(SWITCHES):
         return captured, Fusions((), (), off)
     rewriter = _Rewriter(captured)
     for name, pattern in PATTERNS.items():

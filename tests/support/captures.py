@@ -86,11 +86,14 @@ class Captures:
         chunk: int = 0,
         *,
         check: bool = True,
+        fold: bool = False,
     ) -> DifferentiatedTemplate:
         """As :func:`megacompile.blocks.template_cache.differentiate_once`."""
-        key = inductor, what_decides(template, gpu, chunk, check)
+        key = inductor, what_decides(template, gpu, chunk, check, fold)
         if key not in self._templates:
-            self._templates[key] = differentiate_once(template, mode, inductor, gpu, chunk, check=check)
+            self._templates[key] = differentiate_once(
+                template, mode, inductor, gpu, chunk, check=check, fold=fold
+            )
         return self._templates[key]
 
     @contextmanager

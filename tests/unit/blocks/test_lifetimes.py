@@ -56,7 +56,9 @@ def test_a_trace_tells_what_a_run_holds(kind: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(block_functions, "held_bytes", lambda *_: None)
     monkeypatch.setattr(policies, "_CUT", WeakKeyDictionary())  # what was made before
     walked, mode = compiled.templates, compiled.fused.fake_mode
-    measured = (differentiate(template, mode) for template in compiled.part.templates)
+    measured = (
+        differentiate(template, mode, fold=kind.endswith("fused")) for template in compiled.part.templates
+    )
     assert list(walked) == [replace(m, index=w.index) for m, w in zip(measured, walked, strict=True)]
 
 
