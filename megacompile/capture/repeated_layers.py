@@ -159,7 +159,8 @@ class _Following(TorchFunctionMode):
 
 
 def _tensor_layout(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+    with torch._C.DisableTorchFunction():  # each attribute would pass through all the modes of a trace
+        return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
