@@ -1,6 +1,7 @@
-"""What compiling takes of a tiny Llama's training, beside another tree: each kind of batch, and a short DPO.
+"""What compiling takes of a tiny Llama's training, beside another tree: batches, starts, a short DPO.
 
     python -m benchmarks.small_models [--layers 2 6 24] [--against PYTHON]
+    python -m benchmarks.small_models --starts [--layers 2 24] [--against PYTHON]
     python -m benchmarks.small_models --dpo [--layers 2 12] [--against PYTHON]
 
 ``--against`` names the interpreter of another installed tree, measured right after this one. Each measurement
@@ -8,6 +9,11 @@ runs in a process of its own, without a plan that is known from before, and the 
 work only adds time.
 Public names alone are used, as other trees have these too. Kinds of batches are CPU seconds without imports;
 a DPO is the seconds of its whole training, beside plain TRL's.
+
+A start is ``compile`` and one step in a process that has transformers' model, with the CPU time of compilers
+that it calls: with empty caches, then with those that the first one left. Beside it stand a step of a
+further length, and ``megacompile plan`` of a model of 8B with its imports. These are medians of three, in
+trees that take turns; modules have their bytecode, as pip leaves it.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ import argparse
 import json
 import os
 import random
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 _RUNS = 2
+_PLAN = "--model llama-3.1-8b --machine rtx-4090 --host-budget 128GB"
+_IMPORTS = "from transformers import LlamaForCausalLM; import megacompile.cli.plan_command"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
 
@@ -69,6 +79,29 @@ def measure_kinds(layers: int) -> dict[str, float]:
         call(batch(rows, tokens))
         start, begun = time.process_time(), start
         found[name] = start - begun
+    return found
+
+
+def measure_start(layers: int) -> dict[str, float]:
+    """CPU seconds of ``compile`` with a first step, and of a step of another length."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, found = _model(layers), {}
+
+    def step(name: str, tokens: int) -> None:
+        ids = torch.randint(0, 256, (2, tokens))
+        float(program.train_step({"input_ids": ids, "labels": ids}).loss)
+        found[name] = sum(os.times()[:4]) - begun
+
+    begun = sum(os.times()[:4])
+    import megacompile
+
+    program = megacompile.compile(model, "1GB", device="cpu")
+    step("start", 64)
+    begun = sum(os.times()[:4])
+    step("further length", 96)
     return found
 
 
@@ -149,6 +182,47 @@ def _kinds(layers: int, trees: dict[str, str]) -> None:
     print()
 
 
+def _child(env: dict[str, str], cache: str, *command: str) -> tuple[str, float]:
+    """What a command prints, with its caches in a folder, and the CPU seconds that it takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=cache,
+        env=env | {"XDG_CACHE_HOME": cache},
+    ).stdout  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return out, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _starts_of(python: str, sizes: list[int], env: dict[str, str]) -> dict[str, float]:
+    """CPU seconds of one tree, by what takes them."""
+    found = {}
+    for layers in sizes:
+        one = [python, str(Path(__file__).resolve()), "--one", "start", "--layers", str(layers)]
+        with tempfile.TemporaryDirectory() as cache:
+            first, second = (json.loads(_child(env, cache, *one)[0].splitlines()[-1]) for _ in range(2))
+        found[f"{layers} layers, first start"] = first["start"]
+        found[f"{layers} layers, second start"] = second["start"]
+        found[f"{layers} layers, further length"] = first["further length"]
+    with tempfile.TemporaryDirectory() as cache:
+        found["imports of plan"] = _child(env, cache, python, "-c", _IMPORTS)[1]
+        found["plan of 8B"] = _child(env, cache, python, "-m", "megacompile", "plan", *_PLAN.split())[1]
+    return found
+
+
+def _starts(sizes: list[int], trees: dict[str, str]) -> None:
+    """Print what starts take, and ``plan``."""
+    with tempfile.TemporaryDirectory() as bytecode:
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        env |= {"PYTHONPYCACHEPREFIX": bytecode, "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+        rounds = [[_starts_of(python, sizes, env) for python in trees.values()] for _ in range(4)]
+    print(f"| CPU seconds | {' | '.join(trees)} |{' ratio |' if len(trees) > 1 else ''}")
+    print("|:--" + "|--:" * (len(trees) + (len(trees) > 1)) + "|")
+    for what in rounds[0][0]:  # which compiled the bytecode, and does not count
+        medians = [statistics.median(found[what] for found in tree) for tree in zip(*rounds[1:], strict=True)]
+        ratio = f" {medians[0] / medians[1]:.2f} |" if len(medians) > 1 else ""
+        print(f"| {what} | {' | '.join(f'{seconds:.2f} s' for seconds in medians)} |{ratio}")
+
+
 def _dpo(sizes: list[int], trees: dict[str, str]) -> None:
     """Print what a short DPO takes."""
     print(f"| layers | {' | '.join(trees)} | plain TRL |")
@@ -160,18 +234,21 @@ def _dpo(sizes: list[int], trees: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Print Markdown tables, of kinds of batches or of a DPO."""
+    """Print Markdown tables, of kinds of batches, of starts or of a DPO."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+")
     parser.add_argument("--dpo", action="store_true", help="a short DPO, not each kind of batch")
+    parser.add_argument("--starts", action="store_true", help="whole starts, and plan")
     parser.add_argument("--against", metavar="PYTHON", help="the interpreter of another installed tree")
-    parser.add_argument("--one", choices=["kinds", "dpo", "plain"], help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=["kinds", "start", "dpo", "plain"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = options.layers or ([2, 12] if options.dpo else [2, 6, 24])
+    sizes = options.layers or ([2, 12] if options.dpo else [2, 24] if options.starts else [2, 6, 24])
     if options.one:
         warnings.simplefilter("ignore")
-        kinds = options.one == "kinds"
-        found = measure_kinds(sizes[0]) if kinds else measure_dpo(sizes[0], plain=options.one == "plain")
+        if options.one in ("kinds", "start"):
+            found = (measure_kinds if options.one == "kinds" else measure_start)(sizes[0])
+        else:
+            found = measure_dpo(sizes[0], plain=options.one == "plain")
         print(json.dumps(found))
         return
     from benchmarks.report import machine_line  # not from a child, which runs this file alone
@@ -180,6 +257,8 @@ def main() -> None:
     trees = {"here": sys.executable} | ({"there": options.against} if options.against else {})
     if options.dpo:
         _dpo(sizes, trees)
+    elif options.starts:
+        _starts(sizes, trees)
     else:
         for layers in sizes:
             _kinds(layers, trees)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 for _path in Path(__file__).parent.glob("*.py"):
-    # torch and triton ask for the module of each operator's and kernel's source; for a file that is not in this
+    # torch and triton ask for the module of each operator's and kernel's file; for one that is not in this
     # table, inspect looks through all modules of the process: 3 ms beside transformers
     inspect.modulesbyfile.setdefault(str(_path), f"{__package__}.{_path.stem}")
 
