@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megacompile.api.device_budget import DeviceRoom
-from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, StateLayout
+from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, Division, StateLayout
 from megacompile.capture.batch import Batch
 from megacompile.distributed.ranks import Ranks
 from megacompile.graph.tile_cuts import Cuts
@@ -55,6 +55,11 @@ class Decisions:
     resident: tuple[int, ...] | None = None
     programs: Mapping[ProgramKey, Scheduled] = field(default_factory=dict)
     planned: int = 0
+
+    @property
+    def division(self) -> Division:
+        """The parts that all programs are compiled in; chunks of sequences are chosen for each."""
+        return Division(self.cuts or {}, layout=self.layout)
 
     def program(self, batch: Batch, mode: Mode) -> Scheduled:
         """Return a program that was planned."""

@@ -93,6 +93,19 @@ class StateLayout:
 
 
 LAID_OUT_ANEW = StateLayout()
+
+
+@dataclass(frozen=True)
+class Division:
+    """The parts that one kind of batch is compiled in: weights cut in this way, its sequence in chunks of so
+    many positions, 0: whole, and the state in these groups."""
+
+    cuts: Cuts = field(default_factory=dict)
+    chunk: int = 0
+    layout: StateLayout = LAID_OUT_ANEW
+
+
+UNDIVIDED = Division()
 _Cut = tuple[tuple[str, tuple[int, ...]], ...]  # weights and the rows between which they are cut
 
 
@@ -186,56 +199,46 @@ class Frontend:
         return tiling_candidates(tuple(divided), whole)
 
     def tilings(
-        self, batch: Batch, *, evaluate: bool, chunk: int = 0, layout: StateLayout = LAID_OUT_ANEW
+        self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool
     ) -> Iterator[TilingCandidate[Compiled]]:
-        """One kind of batch cut in each of these ways; each made when asked for."""
+        """One kind of batch with its weights cut in each of these ways, and else divided in this one; each
+        made when asked for."""
         for cuts in self.tiling_candidates(batch, evaluate=evaluate):
             _, part = self._part(batch, cuts, evaluate)
-            build = functools.partial(self.build, batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
+            build = functools.partial(self.build, batch, replace(division, cuts=cuts), evaluate=evaluate)
             yield TilingCandidate(values_bytes(part), build)
 
-    def chunks(
-        self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout = LAID_OUT_ANEW
-    ) -> Iterator[int]:
+    def chunks(self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
         has loops with weights cut in this way."""
         yield 0
-        templates = self._part(batch, cuts, evaluate)[1].templates
+        templates = self._part(batch, division.cuts, evaluate)[1].templates
         longest = max((length_of(t) or 0 for t in templates), default=0)
         for chunk in (c for c in CHUNKS if c < longest):
-            found = self.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
+            found = self.build(batch, replace(division, chunk=chunk), evaluate=evaluate)
             if not any(t.loops for t in found.templates):
                 return
             yield chunk
 
-    def why_whole(self, batch: Batch, cuts: Cuts, *, evaluate: bool, layout: StateLayout) -> str | None:
+    def why_whole(self, batch: Batch, division: Division, *, evaluate: bool) -> str | None:
         """Say why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
         length = min(CHUNKS, default=sys.maxsize)
         if not any(n > length for leaf in batch.tensors for n in leaf.shape):
             return None
-        found = self.build(batch, cuts, evaluate=evaluate, chunk=length, layout=layout)
+        found = self.build(batch, replace(division, chunk=length), evaluate=evaluate)
         return why_whole(batch.tensors, found.part.templates, found.templates, length)
 
-    def build(
-        self,
-        batch: Batch,
-        cuts: Cuts,
-        *,
-        evaluate: bool,
-        chunk: int = 0,
-        layout: StateLayout = LAID_OUT_ANEW,
-    ) -> Compiled:
-        """One kind of batch with its weights cut in this way and laid out in these groups, and its sequence
-        in chunks of so many.
+    def build(self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool) -> Compiled:
+        """One kind of batch, divided in this way.
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
-        key = tuple(cuts.items())
+        key, chunk, layout = tuple(division.cuts.items()), division.chunk, division.layout
         with TRACING:
             front = self._front(batch, evaluate)
             known = self._made_of(front).compiled
             if (key, chunk, layout) not in known:
-                compiled = self._build(front, *self._part(batch, cuts, evaluate), chunk, layout)
+                compiled = self._build(front, *self._part(batch, division.cuts, evaluate), chunk, layout)
                 known[key, chunk, layout] = compiled
                 known[key, chunk, replace(layout, groups=compiled.assembly.groups)] = compiled
             return known[key, chunk, layout]

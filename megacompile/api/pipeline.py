@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacompile.api.decisions import Decisions, Scheduled
-from megacompile.api.frontend import Compiled, Frontend
+from megacompile.api.frontend import Compiled, Division, Frontend
 from megacompile.blocks.weight_groups import Parameter, cut_parameters
 from megacompile.capture.batch import Batch
 from megacompile.distributed.world import World
@@ -95,7 +95,7 @@ class Compiler:
 
     def compile(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Compiled:
         """One kind of batch, through all stages before the plan, cut as chosen."""
-        return self.frontend.build(batch, decided.cuts or {}, evaluate=evaluate, layout=decided.layout)
+        return self.frontend.build(batch, decided.division, evaluate=evaluate)
 
     def schedule(self, decided: Decisions, batch: Batch, mode: Mode) -> Decisions | TooSmall:
         """Plan, prove and print one program, and return the decisions with it; those that were given, where
@@ -136,7 +136,7 @@ class Compiler:
         )  # fmt: skip
 
     def _together(self, decided: Decisions, batch: Batch, mode: Mode) -> tuple[Compiled, Planned] | TooSmall:
-        """Plan on rank 0; the plan, how far weights are cut and the predicted time are the same on all."""
+        """Plan on rank 0; the plan, the division and the predicted time are the same on all."""
         if self._world.size == 1:
             return self._within(decided, batch, mode)
         found: list[tuple[Compiled, Planned] | TooSmall] = []
@@ -150,6 +150,7 @@ class Compiler:
             cuts = compiled.tiled.cuts if decided.cuts is None else decided.cuts
             said = {
                 "cuts": [[n, list(c)] for n, c in cuts.items()],
+                "chunk": compiled.chunk,
                 "plan": planned.plan.to_json(),
                 "workload": compiled.assembly.work.digest,
                 "seconds": planned.seconds,
@@ -161,8 +162,9 @@ class Compiler:
             return found[0]
         if "why" in said:
             return TooSmall(f"Rank 0: {said['why']}", said["least"])
-        decided = replace(decided, cuts={name: tuple(rows) for name, rows in said["cuts"]})
-        compiled = self.compile(decided, batch, evaluate=mode.kind == "evaluate")
+        cuts = {name: tuple(rows) for name, rows in said["cuts"]}
+        division = Division(cuts, said["chunk"], decided.layout)
+        compiled = self.frontend.build(batch, division, evaluate=mode.kind == "evaluate")
         work = compiled.assembly.work
         if said["workload"] != work.digest:
             raise MegacompileError(
@@ -199,15 +201,15 @@ class Compiler:
     ) -> tuple[Compiled, Planned] | TooSmall:
         """Plan a kind of batch; the first one also chooses how far weights are cut."""
         evaluate, terms = mode.kind == "evaluate", self._terms(decided, mode, budget)
-        cuts, layout = decided.cuts, decided.layout
-        chunks = self.frontend.chunks(batch, cuts or {}, evaluate=evaluate, layout=layout)
+        chunks = self.frontend.chunks(batch, decided.division, evaluate=evaluate)
 
         def plan(chunk: int, most: int) -> tuple[Compiled, Planned] | TooSmall:
-            if cuts is None:
-                tilings = self.frontend.tilings(batch, evaluate=evaluate, chunk=chunk, layout=layout)
+            division = replace(decided.division, chunk=chunk)
+            if decided.cuts is None:
+                tilings = self.frontend.tilings(batch, division, evaluate=evaluate)
                 gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
                 return plan_program(tilings, mode, terms, gathers=gathers, most=most)
-            compiled = self.frontend.build(batch, cuts, evaluate=evaluate, chunk=chunk, layout=layout)
+            compiled = self.frontend.build(batch, division, evaluate=evaluate)
             return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
 
         found = first_that_fits(chunks, budget, plan)
@@ -218,10 +220,9 @@ class Compiler:
 
     def ways_out(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""
-        cuts, layout = decided.cuts, decided.layout
-        if why := self.frontend.why_whole(batch, cuts or {}, evaluate=evaluate, layout=layout):
+        if why := self.frontend.why_whole(batch, decided.division, evaluate=evaluate):
             yield why
-        if cuts is not None and batch.outputs is not None:
+        if decided.cuts is not None and batch.outputs is not None:
             compiled = self.compile(decided, batch, evaluate=evaluate)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
             names = [name or "the output" for name in compiled.captured.structure.names]

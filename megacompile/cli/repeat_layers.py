@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.api.frontend import Compiled, Frontend, StateLayout
+from megacompile.api.frontend import Compiled, Division, Frontend, StateLayout
 from megacompile.blocks.partition import Block, BlockValue, Input, Partition
 from megacompile.blocks.template_cache import differentiate_once
 from megacompile.capture.batch import Batch
@@ -74,14 +74,15 @@ class Repeated:
 
     def chunks(self) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
-        return self._few.chunks(self._batch, {}, evaluate=False, layout=self._layout)
+        return self._few.chunks(self._batch, Division(layout=self._layout), evaluate=False)
 
     def tilings(self, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """Yield what compiling the whole model gives with nothing cut, then with ever smaller pieces.
 
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
-        for few in self._few.tilings(self._batch, evaluate=False, chunk=chunk, layout=self._layout):
+        division = Division(chunk=chunk, layout=self._layout)
+        for few in self._few.tilings(self._batch, division, evaluate=False):
             yield replace(few, build=functools.partial(self._build, few, chunk))
 
     def _build(self, few: TilingCandidate[Compiled], chunk: int) -> Compiled:
@@ -103,9 +104,8 @@ class Repeated:
         part = _unroll(compiled.part, self._layers, few)
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
-            return self._whole.build(
-                self._batch, cuts, evaluate=False, chunk=compiled.chunk, layout=self._layout
-            )
+            division = Division(cuts, compiled.chunk, self._layout)
+            return self._whole.build(self._batch, division, evaluate=False)
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())

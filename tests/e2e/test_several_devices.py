@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile import Program
+from megacompile.api import frontend
 from tests.support.models import Plain, batch_for, build
 from tests.support.ranks import on_devices, on_host, partly_on_devices, raising, run_ranks, saved, whole
 from tests.support.reference import EagerTrainer
 from tests.support.zoo import cases
 
 STEPS = 3
+LONG = 480  # tokens, of which the whole takes most of a budget
 collectives = importlib.import_module("megacompile.passes.insert_collectives")  # not the pass of that name
 Case = tuple[str, dict[str, Any]]
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
@@ -73,7 +75,7 @@ class Noisy(Plain):
         return super().forward(x + torch.from_numpy(numpy.random.randn(*x.shape)).float(), y)  # noqa: NPY002
 
 
-def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
+def compiled(name: str, options: dict[str, Any], seed: int = 0, budget: float | str = 1) -> Program:
     torch.manual_seed(seed)
     kind = "plain" if name in PLAIN else "llama" if name == "adapted" else name
     if name == "mixtral":
@@ -89,7 +91,7 @@ def compiled(name: str, options: dict[str, Any], seed: int = 0) -> Program:
     if name == "gpt2":
         model.transformer.h[0].requires_grad_(False)  # type: ignore[operator, union-attr]
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    return megacompile.compile(model, 1, optimizer=optimizer, device="cpu", **options)
+    return megacompile.compile(model, budget, optimizer=optimizer, device="cpu", **options)
 
 
 def batches(name: str, step: int, ranks: range, micro: int = 1) -> list[dict[str, Any]]:
@@ -323,6 +325,35 @@ def test_a_tied_table_is_that_of_one_process_within_rounding(tmp_path: Path) -> 
         torch.testing.assert_close(ranks[name], one[name], rtol=1e-3, atol=2e-6)
     for rank in run.ranks:
         torch.testing.assert_close(rank["tied and frozen"]["losses"], run.one["tied and frozen"]["losses"])
+
+
+def in_chunks(rank: int, size: int) -> dict[str, Any]:
+    """Steps and losses of sequences that do not fit whole."""
+    ranks = range(size) if rank < 0 else range(rank, size, size)
+    given = [[batch_for("llama", 10 * step + r, size=1, length=LONG) for r in ranks] for step in range(STEPS)]
+    with mock.patch.object(frontend, "CHUNKS", ()), pytest.raises(megacompile.BudgetError) as caught:
+        compiled("llama", FP32, budget="100B").prepare(given[0])
+    assert caught.value.least_bytes is not None
+    budget = f"{int(0.8 * caught.value.least_bytes)}B"
+    with (
+        mock.patch.object(frontend, "CHUNKS", (60,)),
+        compiled("llama", FP32, seed=max(0, rank), budget=budget) as program,
+    ):
+        return {
+            "losses": [torch.stack(list(program.train_step(micro).losses)) for micro in given],
+            "evaluated": [program.evaluate(one) for one in given[0]],
+            "loops": program.schedule.work.loops,
+            "source": program.source,
+        }
+
+
+def test_long_sequences_are_in_the_chunks_that_the_first_rank_chose() -> None:
+    ranks, one = whole(run_ranks(2, in_chunks, 2)), in_chunks(-1, 2)
+    assert one["loops"] == (LONG, 60)
+    for number, rank in enumerate(ranks):
+        assert rank["loops"] == one["loops"] and rank["source"] == ranks[0]["source"]
+        assert all(map(torch.equal, rank["losses"], one["losses"]))
+        assert torch.equal(rank["evaluated"][0], one["evaluated"][number])
 
 
 def outside(rank: int, size: int, folder: Path) -> dict[str, Any]:
