@@ -26,16 +26,17 @@ from megacompile.schedule.workload import BlockWork, Call, CheckpointPolicy, Wor
 from megacompile.state.host_arena import trim_heap
 
 _CPU = torch.device("cpu")
+_REPEATS = 5  # of each function, of which the median counts
 _CACHES = 64 << 20  # bytes that no cache near a core holds
 
 
-def calibrated(compiled: Compiled, machine: Machine, repeats: int = 5) -> tuple[Workload, Machine]:
+def calibrated(compiled: Compiled, machine: Machine) -> tuple[Workload, Machine]:
     """The workload with measured seconds, and the machine with what these functions lose beside copies.
 
-    Medians of ``repeats`` runs of each function: alone, beside a thread that copies, and alone once more,
+    Medians of several runs of each function: alone, beside a thread that copies, and alone once more,
     since a shared CPU is not equally fast at all times.
     """
-    timers = [_Timer(p, t, repeats) for p, t in zip(compiled.part.templates, compiled.templates, strict=True)]
+    timers = [_Timer(p, t) for p, t in zip(compiled.part.templates, compiled.templates, strict=True)]
     before = [timer.run() for timer in timers]
     with copies_beside() as slower:
         beside = [timer.run() for timer in timers]
@@ -63,8 +64,8 @@ def _timed(block: BlockWork, times: dict[tuple[str, str], float]) -> BlockWork:
 class _Timer:
     """Runs the functions of one template on values that it makes up."""
 
-    def __init__(self, template: Template, functions: DifferentiatedTemplate, repeats: int) -> None:
-        self.template, self.functions, self.repeats = template, functions, repeats
+    def __init__(self, template: Template, functions: DifferentiatedTemplate) -> None:
+        self.template, self.functions = template, functions
         self.others = torch.zeros(_CACHES // 4)
         self.inputs = [_made_up(t) for t in template.examples]
         self.loaded = {f.name: f.load(_CPU) for f in functions.functions()}
@@ -101,7 +102,7 @@ class _Timer:
         """As in a step: inputs that other blocks have driven out of the caches, results in fresh memory."""
         kept, found = [self._call(function, values)], []
         trim_heap()
-        for _ in range(self.repeats):
+        for _ in range(_REPEATS):
             self.others.add_(1.0)
             start = time.perf_counter()
             kept.append(self._call(function, values))

@@ -24,7 +24,7 @@ from megacompile.capture.own_gradients import hand_on
 from megacompile.capture.patches import graphs_alone
 from megacompile.capture.written_arguments import return_writes
 from megacompile.errors import CaptureError
-from megacompile.graph.node_storage import BATCH_NORM, reached, storage_nbytes
+from megacompile.graph.node_storage import BATCH_NORM, is_mutable, reached, storage_nbytes
 from megacompile.graph.pattern_tools import aten
 
 RefKind = Literal["in", "out", "saved", "grad"]
@@ -57,7 +57,7 @@ def trace_joint(template: Template, mode: FakeTensorMode) -> fx.Graph:
         traced = make_fx(joint)(inputs, grads)  # what comes of no argument is of this mode, too
     hand_on(traced.graph)
     return_writes(traced.graph)
-    if any(_is_mutable(n) for n in traced.graph.nodes):
+    if any(is_mutable(n) for n in traced.graph.nodes):
         # some gradient rules write in place; a second trace without autograd makes them functional
         with mode, torch.no_grad():
             traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(inputs, grads)
@@ -119,10 +119,6 @@ def _copy_after(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
     node.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _check_functional(graph: fx.Graph, template: Template) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -130,7 +126,7 @@ def _check_functional(graph: fx.Graph, template: Template) -> None:
                 f"{template.name or 'The model'} creates a constant tensor in its "
                 "backward, which cannot be placed: report the operator it uses."
             )
-        if _is_mutable(node):
+        if is_mutable(node):
             raise CaptureError(
                 f"The backward of {template.name or 'the model'} calls {node.target}, which writes in "
                 "place and cannot be recomputed: replace the operator that it differentiates."

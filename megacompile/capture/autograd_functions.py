@@ -35,6 +35,7 @@ from megacompile.capture.own_gradients import BACKWARD_GRAPHS, hand_on, own_grad
 from megacompile.capture.refused_calls import none_refused
 from megacompile.capture.side_effects import random_states
 from megacompile.capture.written_arguments import return_writes
+from megacompile.graph.node_storage import is_mutable
 from megacompile.kernels.registry import OpSpec, declare
 
 aten = torch.ops.aten
@@ -143,7 +144,7 @@ class _Rule:
             module = make_fx(lambda *given: self._backward(*given))(saved, grads)
             hand_on(module.graph)
             return_writes(module.graph)
-            if any(map(_writes, module.graph.nodes)):
+            if any(map(is_mutable, module.graph.nodes)):
                 module = make_fx(torch.func.functionalize(module, remove="mutations"))(saved, grads)
         module.graph.eliminate_dead_code()
         return module
@@ -163,10 +164,6 @@ class _Rule:
         needs = context.needs_input_grad
         self.inputs = [i for i, needed in enumerate(needs) if needed and found[i] is not None]
         return [found[i] for i in self.inputs]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from megacompile.capture.call_tensors import given_by_name
 from megacompile.capture.exported_graph import CHECKS
 from megacompile.capture.repeated_layers import LAYER
 from megacompile.errors import CaptureError
-from megacompile.graph.node_storage import is_view, reached
+from megacompile.graph.node_storage import is_mutable, is_view, reached
 
 aten = torch.ops.aten
 _SELF = {aten.to, aten.contiguous, aten.type_as}
@@ -198,8 +198,8 @@ def _written_operands(owner: fx.GraphModule, region: fx.Node, without_gradient: 
     for node in inner.graph.nodes:
         if node.target in _REGIONS:
             written += _written_operands(inner, node, without_gradient or node.args[0] is False)
-        elif without_gradient and isinstance(node.target, torch._ops.OpOverload):
-            written += [node.args[0]] * node.target._schema.is_mutable
+        elif without_gradient and is_mutable(node):
+            written.append(node.args[0])
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
     found = dict.fromkeys(map(_base, written))
     return [o for place, o in zip(places, operands, strict=True) if place in found]
@@ -207,8 +207,7 @@ def _written_operands(owner: fx.GraphModule, region: fx.Node, without_gradient: 
 
 def _base(node: fx.Node) -> fx.Node:
     """The node in whose memory a view, or what a write returned, is."""
-    target = node.target
-    if (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or is_view(node):
+    if is_mutable(node) or is_view(node):
         return _base(node.args[0])  # type: ignore[arg-type]
     return node
 

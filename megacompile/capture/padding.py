@@ -79,7 +79,7 @@ def _is_a_library_s(module: nn.Module) -> bool:
     return made <= _LIBRARIES and "forward" not in vars(module)
 
 
-def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[str] = ()) -> dict[str, Any]:
+def pad_batch(batch: Any, length: int, *, own: Collection[str] = ()) -> dict[str, Any]:
     """A token batch padded on the right to ``length``, hidden by its attention mask, or cut to it.
 
     A function's ``own`` integer entries are padded as labels are, its others with zeros.
@@ -93,7 +93,7 @@ def pad_batch(batch: Any, length: int, pad_token: int = 0, *, own: Collection[st
         of_several = name == "position_ids"  # rows and columns of images beside the place in the text
         if isinstance(value, Tensor) and ids.shape in (value.shape, value.shape[-2:] if of_several else None):
             wide = value.dtype is torch.int64 and name in own
-            padding = _PADDING.get(name, IGNORED if wide else 0 if name in own else pad_token)
+            padding = _PADDING.get(name, IGNORED if wide else 0)
             padded[name] = nn.functional.pad(value, (0, missing), value=padding)
     return padded
 

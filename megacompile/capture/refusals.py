@@ -12,6 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 
 from megacompile.errors import CaptureError
 from megacompile.graph.captured import module_path, strip
+from megacompile.graph.node_storage import is_mutable
 from megacompile.kernels.sdpa import attention
 from megacompile.user_warning import warn_user
 
@@ -57,12 +58,11 @@ def refuse_writes(exported: torch.export.ExportedProgram) -> None:
         if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.PARAMETER)
     }
     for node in exported.graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if is_mutable(node):
             written = node.args[0] if node.args else None
             if isinstance(written, fx.Node) and written.op == "placeholder" and written.name in constants:
                 raise CaptureError(
-                    f"{module_path(node) or 'The forward'} writes into a parameter ({target}): do that "
+                    f"{module_path(node) or 'The forward'} writes into a parameter ({node.target}): do that "
                     "between steps, on program.state_dict() and load_state_dict()."
                 )
 

@@ -25,6 +25,11 @@ def is_view(node: Any) -> bool:
     return bool(alias) and not target._schema.is_mutable
 
 
+def is_mutable(node: fx.Node) -> bool:
+    """Return whether a node calls an operator that writes into its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def view_base(node: fx.Node) -> fx.Node:
     """The node whose storage a view shows; the node itself where it is no view."""
     while is_view(node):

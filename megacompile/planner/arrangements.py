@@ -63,19 +63,10 @@ def shapes(work: Workload, mode: Mode) -> list[Shape]:
     return [shape for order in orders(work, mode) for shape in shapes_of(order)]
 
 
-def uniform(
-    work: Workload,
-    shape: Shape,
-    checkpoint: str,
-    saved_on: str,
-    residency: str,
-    *,
-    checkpoints: Sequence[str] = (),
-) -> Plan:
-    """One treatment for all blocks and one for all groups; ``checkpoints`` name the blocks' one by one."""
-    names = checkpoints or (checkpoint,) * len(work.blocks)
+def uniform(work: Workload, shape: Shape, checkpoint: str, saved_on: str, residency: str) -> Plan:
+    """One treatment for all blocks and one for all groups."""
     return Plan(
-        blocks=tuple(shape.block(n, saved_on, shape.windows) for n in names),
+        blocks=(shape.block(checkpoint, saved_on, shape.windows),) * len(work.blocks),
         groups=(GroupPlan(residency, shape.prefetch_depth),) * len(work.groups),  # type: ignore[arg-type]
         order=shape.order,
         grad_lag=shape.grad_lag,

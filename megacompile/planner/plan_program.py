@@ -49,10 +49,6 @@ class PlanTerms:
     residents: tuple[int, ...] | None = None
     planner: Planner | None = None
 
-    def follows(self, mode: Mode) -> bool:
-        """Return whether the planner of one's own plans this step: as given, and no more."""
-        return self.planner is not None and mode.computes_gradients
-
     def places_state(self, mode: Mode) -> bool:
         """Return whether the search chooses the groups whose state is on the device."""
         stored = self.tiers is not None and self.tiers.stored
@@ -69,12 +65,13 @@ class PlanTerms:
 
     def fits_host(self, assembly: Assembly, planned: Planned) -> bool:
         """Return whether what a step takes of the host fits beside the state that is in RAM."""
-        drive = self.drive(assembly)
-        room = self.host_room(assembly) if drive is None else drive.room
+        room = self.host_room(assembly, self.drive(assembly))
         return room is None or step_bytes(planned.step, assembly.work) <= room
 
-    def host_room(self, assembly: Assembly) -> int | None:
+    def host_room(self, assembly: Assembly, drive: Drive | None) -> int | None:
         """Host bytes that state in RAM leaves to a step; None: without end."""
+        if drive is not None:
+            return drive.room
         if self.tiers is None:
             return None
         return max(0, self.tiers.host_budget_bytes - state_in_ram(assembly.groups, self.tiers.form))
@@ -140,13 +137,13 @@ def first_that_fits(
 def _find(assembly: Assembly, mode: Mode, terms: PlanTerms, known: Known | None) -> Planned | TooSmall:
     """By the planner that was given, if it plans such steps; else by the search, within host bytes."""
     work, machine, budget, drive = assembly.work, terms.machine, terms.budget_bytes, terms.drive(assembly)
-    if terms.planner is not None and terms.follows(mode):
+    if terms.planner is not None and mode.computes_gradients:  # as it gives it, and no more
         try:
             given = terms.planner(work, mode, machine, budget)
         except BudgetError as error:  # a planner of one's own says so by an error
             return TooSmall(str(error), error.least_bytes)
         return follow(given, work, mode, machine, budget, drive=drive)
-    room = terms.host_room(assembly) if drive is None else drive.room
+    room = terms.host_room(assembly, drive)
     winners = [] if known is None else known.setdefault((mode, work.digest), [])
     planned = search(
         work, mode, machine, budget, host_budget=None if drive is not None else room, drive=drive,

@@ -135,7 +135,7 @@ def choose(
         last = best is not None and not rows  # finer cuts, of which one is planned
         roomy = fits_host(tiling, planned)
         gain = _GAIN if last else 1
-        if best is None or (roomy, gain * _step_seconds(best[1])) >= (best_roomy, _step_seconds(planned)):
+        if best is None or (roomy, gain * best[1].seconds) >= (best_roomy, planned.seconds):
             best, best_roomy = (tiling, planned), roomy
         if last:
             return best
@@ -152,10 +152,6 @@ def choose(
 def _travels(tiling: _Cut, planned: Planned) -> bool:
     """Return whether the state of any group that is trained has no place on the device."""
     return any(planned.plan.groups[g].state != "device" for g in tiling.assembly.work.contributions)
-
-
-def _step_seconds(planned: Planned) -> float:
-    return planned.timeline.step_seconds
 
 
 def _is_shared(tiling: _Cut) -> bool:

@@ -23,7 +23,7 @@ MODE = Mode("train")
 def tiling_of(name: str, need: int, seconds: float, state: str, readers: tuple[int, ...] = ()) -> Any:
     """A way of cutting: the bytes that it needs, what planning it gives, and who reads its one group."""
     plan = SimpleNamespace(groups=(SimpleNamespace(state=state),))
-    planned = SimpleNamespace(plan=plan, timeline=SimpleNamespace(step_seconds=seconds))
+    planned = SimpleNamespace(plan=plan, seconds=seconds)
     groups = (SimpleNamespace(nbytes=80, state_bytes=80),)
     work = SimpleNamespace(contributions={0: readers}, groups=groups, used=frozenset({0}))
     return SimpleNamespace(name=name, need=need, planned=planned, assembly=SimpleNamespace(work=work))
