@@ -125,8 +125,8 @@ def _operands(node: fx.Node) -> list[Tensor]:
 
 def moved(node: fx.Node) -> int:
     """Bytes that one node reads and writes; views and products, counted by FLOPs, move nothing (those of
-    :func:`grouped` ones stand apart), but for the logits that a head's kernels read, and in its backward
-    write, what a scan in plain torch does beside its products, and the matrix that a product adds to."""
+    :func:`grouped` ones stand apart), but for the matrix a product adds to, the logits a head's kernels
+    read, and in its backward write, and what a scan in plain torch does beside its products."""
     call = called(node.target)
     if call is not None and call.part.moved is not None:
         return call.part.moved(values(node))

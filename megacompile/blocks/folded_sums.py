@@ -1,7 +1,7 @@
 """Fold sums: the operator that makes the last term of a sum adds the other one itself.
 
-In: a template's joint graph. Out: the graph where ``x + a @ b`` is one product that starts from x, and x plus
-the gradient of an RMSNorm is the gradient that adds x. A kernel of its own would read both terms and write
+In: a template's joint graph. Out: the graph where ``x + a @ b`` is one product, and x plus the gradient of an
+RMSNorm one kernel. A kernel of its own would read both terms and write
 their sum; so only x is read, where its memory takes the result (:mod:`~megacompile.blocks.inplace_reuse`).
 Invariants: a sum is rounded once instead of twice, and nothing else changes; no value lives longer.
 """

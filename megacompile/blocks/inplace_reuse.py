@@ -36,7 +36,7 @@ def reuse(graph: fx.Graph, owned: set[fx.Node]) -> None:
 
 
 def add_in_place(graph: fx.Graph, owned: set[fx.Node]) -> None:
-    """Let products that start from a matrix write over it: to start from a copy moves two more."""
+    """Write products over the matrix that they start from, as starting from a copy moves two more."""
     for node in list(graph.nodes):
         if node.target is not _ADD_PRODUCT or node.kwargs or not _may_write(graph, node, (0,), owned):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megacompile.blocks import template_cache
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.policies import differentiate
 from megacompile.capture.batch import read_batch
+from megacompile.graph.fusion_rewriter import PATTERNS
 from megacompile.kernels import _triton
 from megacompile.kernels._triton import Gpu
 from tests.support.models import batch_for, build
@@ -43,12 +44,16 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def start(
-    kind: str = "plain", dtype: torch.dtype = torch.float32, gpu: Gpu | None = None, chunk: int = 0
+    kind: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    gpu: Gpu | None = None,
+    chunk: int = 0,
+    kernels: Mapping[str, bool] | None = None,
 ) -> tuple[DifferentiatedTemplate, ...]:
     """The functions of a model, which is captured anew."""
     torch.manual_seed(0)
     model, batch = build(kind), batch_for(kind, size=1, length=LENGTH)
-    frontend = Frontend(model, dtype, gpu=gpu)
+    frontend = Frontend(model, dtype, gpu=gpu, kernels=kernels)
     return frontend.build(read_batch(batch, model), Division(chunk=chunk), evaluate=False).templates
 
 
@@ -75,6 +80,7 @@ def test_what_functions_depend_on_differentiates_again(differentiated: list[str]
         lambda: start(gpu=Gpu(132, 90)),
         lambda: start(gpu=Gpu(114, 90)),
         lambda: start(chunk=8),
+        lambda: start(kernels=dict.fromkeys(PATTERNS, False)),  # sums are folded alone
     ):
         differentiated.clear()
         other()
