@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from megacompile.cli.sweep_table import sweep_table
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.hardware.catalog import THIS_CPU, load_machine, machine_key, override
 from megacompile.report.dump import write_dump
+from megacompile.report.plots import NO_PICTURE, can_draw
 from megacompile.report.schedule import Schedule
 
 
@@ -198,8 +198,8 @@ def _run_sweep(
 
 
 def _draw(points: Sequence[tuple[str, float, Report]], over: str, path: Path, machine: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print("No picture: pip install 'megacompile[plots]' draws one.", file=sys.stderr)
+    if not can_draw():
+        print(NO_PICTURE, file=sys.stderr)
         return
     draw_sweep(points, over, path, machine)
     print(f"The curve is in {path}.", file=sys.stderr)

@@ -38,8 +38,8 @@ class Logbook(TrainerCallback):
 
 
 def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
-    """``report.md``, with ``loss.png`` and ``schedule.html`` beside it."""
-    from megacompile.report.plots import loss_curve
+    """``report.md``, with ``loss.png``, if matplotlib is installed, and ``schedule.html`` beside it."""
+    from megacompile.report.plots import NO_PICTURE, can_draw, loss_curve
 
     history, program = trainer.state.log_history, trainer.program
     train = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
@@ -47,10 +47,12 @@ def write_report(trainer: Any, logbook: Logbook, folder: Path) -> None:
     with replacing_file(folder / "schedule.html") as written:
         program.largest_schedule.to_html(written)
     lines = [f"# {type(trainer.model).__name__}, {trainer.state.global_step} steps", ""]
-    if train:
+    if train and can_draw():
         with replacing_file(folder / "loss.png") as written:
             loss_curve(train, held_out, written)
         lines += ["![Loss during training](loss.png)", ""]
+    elif train:
+        lines += [NO_PICTURE, ""]
     sizes = [parameter.numel() for parameter in trainer.model.parameters()]
     trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
     rows = {

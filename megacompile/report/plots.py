@@ -5,6 +5,7 @@ matplotlib is imported only when a picture is drawn; nothing else in megacompile
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,6 +25,14 @@ _COLOURS = ("#3b5b8c", "#5aa9a3", "#f2b661")  # weight slots, kept tensors, temp
 _LINE, _PALE_LINE = "#3b5b8c", "#b8c4d6"
 _ALARM, _INK, _FAINT = "#b3372f", "#222222", "#8a8a8a"
 _NARROWEST_LABEL = 0.12  # of the picture's width; a narrower phase is not named
+
+
+NO_PICTURE = "No picture: pip install 'megacompile[plots]' draws one."
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def memory_timeline(
