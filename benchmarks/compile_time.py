@@ -56,7 +56,7 @@ def measure(layers: int, tokens: int) -> dict[str, float]:
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids.clone()}, model)
     clock = _Clock()
-    compiled = compiler.compile(decided, batch, evaluate=False)
+    compiled = compiler.frontend.build(batch)
     captured, _ = clock.read()
     scheduled = fitting(compiler.schedule(decided, batch, mode)).program(batch, mode)
     total, cpu = clock.read()

@@ -56,7 +56,7 @@ def main() -> None:
                 begun = time.process_time()
                 frontend = Frontend(model, torch.bfloat16, kernels=kernels, inductor=inductor, gpu=Gpu(132))
                 batch = read_batch({"input_ids": ids, "labels": ids}, model)
-                moved, launches = _totals(next(frontend.tilings(batch, evaluate=False)).build())
+                moved, launches = _totals(next(frontend.tilings(batch)).build())
                 seconds = time.process_time() - begun
                 words = f"{'on' if kernels else 'off'} | {'on' if inductor else 'off'}"
                 print(f"| {name} | {words} | {moved / 1e9:.2f} | {launches} | {seconds:.1f} |", flush=True)

@@ -61,7 +61,7 @@ def layers(tokens: int, chunk: int) -> tuple[Layer, Layer]:
     frontend = Frontend(LlamaForCausalLM(config).train(), torch.float32, kernels=False)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, frontend.model)
-    compiled = frontend.build(batch, evaluate=False)
+    compiled = frontend.build(batch)
     template, mode = compiled.part.templates[1], compiled.fused.fake_mode
     pairs, reason = two_lengths(template, mode, (24, 26))
     assert reason is None, reason

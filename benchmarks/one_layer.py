@@ -26,7 +26,7 @@ def compiled_layer(
     ids = torch.zeros(1, tokens, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids}, model)
     frontend = Frontend(model, torch.bfloat16, processors=_PROCESSORS, **options)
-    compiled = frontend.build(batch, evaluate=False)
+    compiled = frontend.build(batch)
     (template,) = (t for t in compiled.templates if t.name.endswith("layers.0"))
     return compiled, template
 

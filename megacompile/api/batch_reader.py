@@ -93,7 +93,7 @@ class Intake:
             count = batch.kwargs.get("num_items_in_batch")
             if count is None:
                 continue
-            captured = self._frontend.captured(batch, evaluate=False)
+            captured = self._frontend.captured(batch)
             unread = all(batch.leaves[index] is not count for index in captured.inputs.values())
             if unread or isinstance(batch.outputs, LossCut):  # of a loss outside nobody knows
                 raise CaptureError(

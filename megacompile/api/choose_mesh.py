@@ -93,7 +93,7 @@ def settle_mesh(
     def decide() -> bytes:
         chosen = _of_checkpoint(world.ranks, checkpoint)
         if chosen is None:
-            compiler.frontend.captured(batch, evaluate=mode.kind == "evaluate")  # refused once, where it is
+            compiler.frontend.captured(batch)  # refused once, where it is
             chosen = _faster([planned_on(world.size), planned_on(world.local)])
         return json.dumps(chosen).encode()
 

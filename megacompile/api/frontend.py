@@ -163,9 +163,9 @@ class Frontend:
         self._made: WeakKeyDictionary[Front, _Made] = WeakKeyDictionary()
         self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
 
-    def captured(self, batch: Batch, *, evaluate: bool) -> Captured:
+    def captured(self, batch: Batch) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
-        return self._front(batch, evaluate).captured
+        return self._front(batch).captured
 
     @property
     def rounded(self) -> list[str]:
@@ -187,58 +187,56 @@ class Frontend:
             if not any(length in shape for shape in shapes[key])
         ]
 
-    def tables(self, batch: Batch, *, evaluate: bool) -> Cuts:
+    def tables(self, batch: Batch) -> Cuts:
         """Tables of which the host may gather the rows that this batch looks up."""
-        return self._front(batch, evaluate).tables if self._gathers else {}
+        return self._front(batch).tables if self._gathers else {}
 
-    def tiling_candidates(self, batch: Batch, *, evaluate: bool) -> Iterator[Cuts]:
+    def tiling_candidates(self, batch: Batch) -> Iterator[Cuts]:
         """Ways of cutting the weights: nothing cut, then ever smaller pieces of what is not updated whole."""
-        whole = self.tables(batch, evaluate=evaluate)
-        found = families(self._front(batch, evaluate).fused, gather=bool(whole))
+        whole = self.tables(batch)
+        found = families(self._front(batch).fused, gather=bool(whole))
         divided = (f for f in found if not any(self.parameters[name].undivided for name in f.names))
         return tiling_candidates(tuple(divided), whole)
 
-    def tilings(
-        self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool
-    ) -> Iterator[TilingCandidate[Compiled]]:
+    def tilings(self, batch: Batch, division: Division = UNDIVIDED) -> Iterator[TilingCandidate[Compiled]]:
         """One kind of batch with its weights cut in each of these ways, and else divided in this one; each
         made when asked for."""
-        for cuts in self.tiling_candidates(batch, evaluate=evaluate):
-            _, part = self._part(batch, cuts, evaluate)
-            build = functools.partial(self.build, batch, replace(division, cuts=cuts), evaluate=evaluate)
+        for cuts in self.tiling_candidates(batch):
+            _, part = self._part(batch, cuts)
+            build = functools.partial(self.build, batch, replace(division, cuts=cuts))
             yield TilingCandidate(values_bytes(part), build)
 
-    def chunks(self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool) -> Iterator[int]:
+    def chunks(self, batch: Batch, division: Division = UNDIVIDED) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer than there are, where any template
         has loops with weights cut in this way."""
         yield 0
-        templates = self._part(batch, division.cuts, evaluate)[1].templates
+        templates = self._part(batch, division.cuts)[1].templates
         longest = max((length_of(t) or 0 for t in templates), default=0)
         for chunk in (c for c in CHUNKS if c < longest):
-            found = self.build(batch, replace(division, chunk=chunk), evaluate=evaluate)
+            found = self.build(batch, replace(division, chunk=chunk))
             if not any(t.loops for t in found.templates):
                 return
             yield chunk
 
-    def why_whole(self, batch: Batch, division: Division, *, evaluate: bool) -> str | None:
+    def why_whole(self, batch: Batch, division: Division) -> str | None:
         """Say why a long sequence of this batch is not all in chunks, in one sentence; None where it is."""
         length = min(CHUNKS, default=sys.maxsize)
         if not any(n > length for leaf in batch.tensors for n in leaf.shape):
             return None
-        found = self.build(batch, replace(division, chunk=length), evaluate=evaluate)
+        found = self.build(batch, replace(division, chunk=length))
         return why_whole(batch.tensors, found.part.templates, found.templates, length)
 
-    def build(self, batch: Batch, division: Division = UNDIVIDED, *, evaluate: bool) -> Compiled:
+    def build(self, batch: Batch, division: Division = UNDIVIDED) -> Compiled:
         """One kind of batch, divided in this way.
 
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
         key, chunk, layout = tuple(division.cuts.items()), division.chunk, division.layout
         with TRACING:
-            front = self._front(batch, evaluate)
+            front = self._front(batch)
             known = self._made_of(front).compiled
             if (key, chunk, layout) not in known:
-                compiled = self._build(front, *self._part(batch, division.cuts, evaluate), chunk, layout)
+                compiled = self._build(front, *self._part(batch, division.cuts), chunk, layout)
                 known[key, chunk, layout] = compiled
                 known[key, chunk, replace(layout, groups=compiled.assembly.groups)] = compiled
             return known[key, chunk, layout]
@@ -258,7 +256,7 @@ class Frontend:
         """Return whether a forward on a batch with entries of these names has read values of it."""
         return any(key[0] == batch.key[0] for key in self._hosted)
 
-    def with_host_values(self, batch: Batch, *, evaluate: bool, seed: int = 0) -> Batch:
+    def with_host_values(self, batch: Batch, *, seed: int = 0) -> Batch:
         """The batch with what the host computes of it for its program, and with what the forward goes by in
         its key; the batch itself, where the forward reads no values. What the host draws at random comes from
         ``seed``."""
@@ -270,7 +268,7 @@ class Frontend:
                 if (values := prologue(batch.leaves, seed)) is not None:
                     return _extended(batch, number, values)
             with without_garbage_collection():
-                captured = self._captured(batch, evaluate)
+                captured = self._captured(batch)
             extended = batch
             if captured.prologue is not None:
                 if (values := captured.prologue(batch.leaves, seed)) is None:
@@ -286,15 +284,15 @@ class Frontend:
                 self._fronts[extended.key] = Front(captured, *fuse(captured, self._kernels))
             return extended
 
-    def _front(self, batch: Batch, evaluate: bool) -> Front:
+    def _front(self, batch: Batch) -> Front:
         """The stages before anything is cut."""
         with TRACING:
-            front = self._fronts[self.with_host_values(batch, evaluate=evaluate).key]
+            front = self._fronts[self.with_host_values(batch).key]
             if self._distributed:
                 _refuse_changes(front)
             return front
 
-    def _captured(self, batch: Batch, evaluate: bool) -> Captured:
+    def _captured(self, batch: Batch) -> Captured:
         """Capture one kind of batch in the way that earlier ones of the model have shown, if in any."""
         request = Request(
             self.model,
@@ -303,7 +301,7 @@ class Frontend:
             forms=self._forms,
             trained=self._trained,
             loss_fn=self.loss_fn,
-            evaluate=evaluate,
+            evaluate=batch.evaluates,
             outputs=batch.outputs,
             padded_right=batch.padded_right and batch.outputs not in self._seeing,
             hides_nothing=batch.hides_nothing,
@@ -315,11 +313,11 @@ class Frontend:
             self._seeing.append(batch.outputs)
         return captured
 
-    def _part(self, batch: Batch, cuts: Cuts, evaluate: bool) -> tuple[Tiled, Partition]:
+    def _part(self, batch: Batch, cuts: Cuts) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
         key = tuple(cuts.items())
         with TRACING:
-            front = self._front(batch, evaluate)
+            front = self._front(batch)
             known = self._made_of(front).parts
             if key not in known:
                 with self._running():

@@ -211,7 +211,7 @@ class Padder:
         if not computes_as_libraries_do(self._model):
             return False
         others, is_loss = frontend.graphs_of_others(length), longer.outputs is None
-        graph = frontend.captured(longer, evaluate=longer.evaluates)
+        graph = frontend.captured(longer)
         if graph.prologue is not None:  # which may look at padding
             return False
         if not (is_loss or gives_positions(graph, longer, once=False)):
@@ -221,7 +221,7 @@ class Padder:
             return True
         if telling != length:
             longer = self._read(longer, telling)
-            graph = frontend.captured(longer, evaluate=longer.evaluates)
+            graph = frontend.captured(longer)
         if self._function_of(longer) is not None:
             if graph.returned is None:
                 return False

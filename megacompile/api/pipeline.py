@@ -93,10 +93,6 @@ class Compiler:
         """The parameters with those that are cut replaced by their pieces."""
         return cut_parameters(self.frontend.parameters, decided.cuts or {})
 
-    def compile(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Compiled:
-        """One kind of batch, through all stages before the plan, cut as chosen."""
-        return self.frontend.build(batch, decided.division, evaluate=evaluate)
-
     def schedule(self, decided: Decisions, batch: Batch, mode: Mode) -> Decisions | TooSmall:
         """Plan, prove and print one program, and return the decisions with it; those that were given, where
         they have it."""
@@ -164,7 +160,7 @@ class Compiler:
             return TooSmall(f"Rank 0: {said['why']}", said["least"])
         cuts = {name: tuple(rows) for name, rows in said["cuts"]}
         division = Division(cuts, said["chunk"], decided.layout)
-        compiled = self.frontend.build(batch, division, evaluate=mode.kind == "evaluate")
+        compiled = self.frontend.build(batch, division)
         work = compiled.assembly.work
         if said["workload"] != work.digest:
             raise MegacompileError(
@@ -200,42 +196,42 @@ class Compiler:
         self, decided: Decisions, batch: Batch, mode: Mode, budget: int
     ) -> tuple[Compiled, Planned] | TooSmall:
         """Plan a kind of batch; the first one also chooses how far weights are cut."""
-        evaluate, terms = mode.kind == "evaluate", self._terms(decided, mode, budget)
-        chunks = self.frontend.chunks(batch, decided.division, evaluate=evaluate)
+        terms = self._terms(decided, mode, budget)
+        chunks = self.frontend.chunks(batch, decided.division)
 
         def plan(chunk: int, most: int) -> tuple[Compiled, Planned] | TooSmall:
             division = replace(decided.division, chunk=chunk)
             if decided.cuts is None:
-                tilings = self.frontend.tilings(batch, division, evaluate=evaluate)
-                gathers = bool(self.frontend.tables(batch, evaluate=evaluate))
+                tilings = self.frontend.tilings(batch, division)
+                gathers = bool(self.frontend.tables(batch))
                 return plan_program(tilings, mode, terms, gathers=gathers, most=most)
-            compiled = self.frontend.build(batch, division, evaluate=evaluate)
+            compiled = self.frontend.build(batch, division)
             return plan_program([TilingCandidate(0, lambda: compiled)], mode, terms, most=most)
 
         found = first_that_fits(chunks, budget, plan)
         if isinstance(found, TooSmall):
-            ways = [*self.ways_out(decided, batch, evaluate=evaluate), *self._finer(decided, batch, evaluate)]
+            ways = [*self.ways_out(decided, batch), *self._finer(decided, batch)]
             found = found.saying(*ways)
         return found
 
-    def ways_out(self, decided: Decisions, batch: Batch, *, evaluate: bool) -> Iterator[str]:
+    def ways_out(self, decided: Decisions, batch: Batch) -> Iterator[str]:
         """Yield what else may help where a program does not fit the budget."""
-        if why := self.frontend.why_whole(batch, decided.division, evaluate=evaluate):
+        if why := self.frontend.why_whole(batch, decided.division):
             yield why
         if decided.cuts is not None and batch.outputs is not None:
-            compiled = self.compile(decided, batch, evaluate=evaluate)
+            compiled = self.frontend.build(batch, decided.division)
             sizes = [compiled.part.values[v].nbytes for v in compiled.part.results]
             names = [name or "the output" for name in compiled.captured.structure.names]
             largest = sorted(zip(sizes, names, strict=True), reverse=True)[:3]
             results = ", ".join(f"{name} of {format_bytes(nbytes)}" for nbytes, name in largest)
             yield f"What is predicted is computed there ({results}): give predict outputs= that return less."
 
-    def _finer(self, decided: Decisions, batch: Batch, evaluate: bool) -> Iterator[str]:
+    def _finer(self, decided: Decisions, batch: Batch) -> Iterator[str]:
         """Yield that another first batch might have had weights cut further, if so."""
         cuts = decided.cuts
         if cuts is None or self._planner is not None:
             return
-        if list(self.frontend.tiling_candidates(batch, evaluate=evaluate))[-1] != cuts:
+        if list(self.frontend.tiling_candidates(batch))[-1] != cuts:
             yield _FIRST_DECIDES
 
     def _terms(self, decided: Decisions, mode: Mode, budget: int) -> PlanTerms:

@@ -697,7 +697,7 @@ class Program:
         if self.plans_only:
             raise PlannedError
         session.await_losses()
-        compiled = session.compiler.compile(session.decided, micro[0], evaluate=True)
+        compiled = session.decided.program(micro[0], Mode("evaluate")).compiled
         found = [micro[0].own(results.outputs[v, 0]) for v in compiled.part.results]
         output = compiled.captured.structure.around(found)
         if isinstance(output, LossCall):

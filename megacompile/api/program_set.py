@@ -173,7 +173,7 @@ def _all(asked: ProgramSet, decided: Decisions, plan: Planning) -> Decisions | t
 def _refusal(asked: ProgramSet, decided: Decisions, worst: Member, compiler: Compiler) -> BudgetError:
     scheduled, least = decided.program(worst.batch, worst.mode), decided.room.device_bytes
     why = describe_peak(scheduled.planned.step, scheduled.compiled.assembly.work)
-    ways = [*compiler.ways_out(decided, worst.batch, evaluate=worst.mode.kind == "evaluate")]
+    ways = [*compiler.ways_out(decided, worst.batch)]
     names = list(dict.fromkeys(member.name for member in asked.members))
     of_all = f", the least that suffices for all of {', '.join(names)}" if len(names) > 1 else ""
     return BudgetError(

@@ -145,10 +145,7 @@ class Session:
         micro = self.intake.padder.padded(micro, self.decided, first=self.current is None, ranks=ranks)
         frontend = self.compiler.frontend
         seeds = micro_seeds(self.seed, self.calls, len(micro), self.world)
-        return [
-            frontend.with_host_values(batch, evaluate=batch.evaluates, seed=seed)
-            for batch, seed in zip(micro, seeds, strict=True)
-        ]
+        return [frontend.with_host_values(batch, seed=seed) for batch, seed in zip(micro, seeds, strict=True)]
 
     def check_model(self, *, trains: bool = True) -> None:
         """Refuse what was changed at the model or its param groups since it was compiled, and matters."""
@@ -496,7 +493,7 @@ class Session:
         """Apply all gradients that wait, whichever kinds of batch they are of."""
         assert self._last_batch is not None and self.runtime is not None
         landed = self.runtime.landed
-        work = self.compiler.compile(self.decided, self._last_batch, evaluate=False).assembly.work
+        work = self.compiler.frontend.build(self._last_batch, self.decided.division).assembly.work
         mode = Mode("update", landed=() if set(landed) == set(work.contributions) else landed)
         results = self.run([self._last_batch], mode, [])
         assert not self.runtime.has_gradients

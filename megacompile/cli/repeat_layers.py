@@ -74,7 +74,7 @@ class Repeated:
 
     def chunks(self) -> Iterator[int]:
         """Positions of a chunk to try: 0, sequences whole, then ever fewer."""
-        return self._few.chunks(self._batch, Division(layout=self._layout), evaluate=False)
+        return self._few.chunks(self._batch, Division(layout=self._layout))
 
     def tilings(self, chunk: int = 0) -> Iterator[TilingCandidate[Compiled]]:
         """Yield what compiling the whole model gives with nothing cut, then with ever smaller pieces.
@@ -82,7 +82,7 @@ class Repeated:
         Which cuts there are depends on the sizes of weights, so that few layers have those of all.
         """
         division = Division(chunk=chunk, layout=self._layout)
-        for few in self._few.tilings(self._batch, division, evaluate=False):
+        for few in self._few.tilings(self._batch, division):
             yield replace(few, build=functools.partial(self._build, few, chunk))
 
     def _build(self, few: TilingCandidate[Compiled], chunk: int) -> Compiled:
@@ -95,7 +95,7 @@ class Repeated:
     @property
     def gathers(self) -> bool:
         """Return whether the host may gather rows of some table."""
-        return bool(self._few.tables(self._batch, evaluate=False))
+        return bool(self._few.tables(self._batch))
 
     def _repeat(self, compiled: Compiled) -> Compiled:
         if self._layers is None or self._short is None:
@@ -105,7 +105,7 @@ class Repeated:
         cuts = _repeat_cuts(compiled.tiled.cuts, self._layers, few)
         if part is None:
             division = Division(cuts, compiled.chunk, self._layout)
-            return self._whole.build(self._batch, division, evaluate=False)
+            return self._whole.build(self._batch, division)
         buffers = dict(self._model.module.named_buffers(remove_duplicate=False))
         used = {i.name for b in part.blocks for i in b.inputs if i.kind == "buffer" and i.name in buffers}
         constants = sum(buffers[n].nbytes for n in used) + sum(c.nbytes for c in part.constants.values())

@@ -464,7 +464,7 @@ def test_several_ranks_are_refused() -> None:
     program = compiled(Classifier())
     program._session.compiler.frontend._distributed = True
     with pytest.raises(CaptureError, match=r"num_batches_tracked, and each of several ranks"):
-        program._session.compiler.frontend.captured(program._session.read(images(1)[0])[0], evaluate=False)
+        program._session.compiler.frontend.captured(program._session.read(images(1)[0])[0])
 
 
 def test_a_synchronised_norm_of_one_rank_is_a_norm() -> None:

@@ -54,7 +54,7 @@ def start(
     torch.manual_seed(0)
     model, batch = build(kind), batch_for(kind, size=1, length=LENGTH)
     frontend = Frontend(model, dtype, gpu=gpu, kernels=kernels)
-    return frontend.build(read_batch(batch, model), Division(chunk=chunk), evaluate=False).templates
+    return frontend.build(read_batch(batch, model), Division(chunk=chunk)).templates
 
 
 @pytest.mark.parametrize("gpu", [None, Gpu(132, 90)])
@@ -181,5 +181,5 @@ def test_a_template_with_code_of_others_is_not_kept(
     for _ in range(2):
         model = make()
         batch = read_batch({"x": torch.ones(2, 4)}, model)
-        (template,) = Frontend(model, torch.float32).build(batch, evaluate=False).templates
+        (template,) = Frontend(model, torch.float32).build(batch).templates
     assert differentiated == [template.name] * 2 and not templates.exists()

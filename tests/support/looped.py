@@ -67,7 +67,7 @@ def _compiled(case: Case, length: int) -> Compiled:
     except Exception as error:
         raise UnknownModel(f"transformers does not make it: {error}") from error
     batch = read_batch(_batch_of(case, length), model)
-    return Frontend(model, torch.float32).build(batch, evaluate=False)
+    return Frontend(model, torch.float32).build(batch)
 
 
 def _batch_of(case: Case, length: int) -> Batch:

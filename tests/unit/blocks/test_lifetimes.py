@@ -45,7 +45,7 @@ def compiled_of(kind: str) -> Compiled:
     else:
         model, given = build(kind), batch_for(kind, 1)
     frontend = Frontend(model, torch.float32, kernels=bool(fused))
-    return frontend.build(read_batch(given, model), evaluate=False)
+    return frontend.build(read_batch(given, model))
 
 
 @pytest.mark.parametrize("kind", ["bags", "llama fused", "gpt2", "LSTM"])

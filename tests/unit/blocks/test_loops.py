@@ -34,7 +34,7 @@ def compiled_of(kind: str, dtype: torch.dtype, length: int) -> Compiled:
     kind, _, fused = kind.partition(" ")
     model = build(kind)
     batch = read_batch(batch_for(kind, size=1, length=length), model)
-    return Frontend(model, dtype, kernels=bool(fused)).build(batch, evaluate=False)
+    return Frontend(model, dtype, kernels=bool(fused)).build(batch)
 
 
 @functools.cache
@@ -220,9 +220,7 @@ def test_a_length_that_is_also_a_size_of_weights_stays_whole() -> None:
     """Sizes that are the sequence's cannot be told from those of a layer of 64 hidden units."""
     model = build("llama")
     frontend = Frontend(model, torch.float32)
-    compiled = frontend.build(
-        read_batch(batch_for("llama", size=1, length=32), model), Division(chunk=8), evaluate=False
-    )
+    compiled = frontend.build(read_batch(batch_for("llama", size=1, length=32), model), Division(chunk=8))
     layer = compiled.templates[1]
     assert layer.loops is None and layer.not_looped is not None
     assert "another length" in layer.not_looped
@@ -234,7 +232,7 @@ def test_a_template_is_traced_once_for_all_chunks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(joint_graph, "trace_joint", lambda t, mode: (made.append(t), trace(t, mode))[1])
     frontend = Frontend(model, torch.float32, differentiate=functools.partial(differentiate, check=False))
     batch = read_batch(batch_for("llama", size=1, length=LENGTH), model)
-    found = [frontend.build(batch, Division(chunk=chunk), evaluate=False) for chunk in (0, 20, 8)]
+    found = [frontend.build(batch, Division(chunk=chunk)) for chunk in (0, 20, 8)]
     assert [c.templates[1].loops for c in found] == [None, (LENGTH, 20), (LENGTH, 8)]
     assert len(made) == 2 * len(found[0].part.templates)  # at their own length and at a short one
 
@@ -242,7 +240,7 @@ def test_a_template_is_traced_once_for_all_chunks(monkeypatch: pytest.MonkeyPatc
 def test_several_sequences_stay_whole() -> None:
     model = build("llama")
     batch = read_batch(batch_for("llama", size=2, length=LENGTH), model)
-    compiled = Frontend(model, torch.float32).build(batch, Division(chunk=8), evaluate=False)
+    compiled = Frontend(model, torch.float32).build(batch, Division(chunk=8))
     assert not any(t.loops for t in compiled.templates)
 
 
@@ -307,7 +305,7 @@ def test_dropout_is_bitwise_that_of_whole_functions(monkeypatch: pytest.MonkeyPa
     """Of small whole numbers each product and sum is exact, so that nothing but masks can differ."""
     frontend = Frontend(Dropping(), torch.float32)
     compiled = frontend.build(
-        read_batch({"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}, frontend.model), evaluate=False
+        read_batch({"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}, frontend.model)
     )
     template, mode = compiled.part.templates[-1], compiled.fused.fake_mode
     pairs, reason = two_lengths(template, mode, (24, 26))

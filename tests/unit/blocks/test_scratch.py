@@ -39,7 +39,7 @@ class Attention(nn.Module):
 def compiled(gpu: Gpu | None) -> Compiled:
     model = Attention()
     batch = read_batch(torch.zeros(BATCH, LENGTH, HEADS * DIM, dtype=torch.bfloat16), model)
-    return next(Frontend(model, torch.bfloat16, gpu=gpu).tilings(batch, evaluate=False)).build()
+    return next(Frontend(model, torch.bfloat16, gpu=gpu).tilings(batch)).build()
 
 
 def sums(processors: int) -> int:
@@ -71,7 +71,7 @@ def test_the_least_peak_grows_by_what_sums_of_columns_take_beside() -> None:
     for gpu in (None, Gpu(108), Gpu(132)):
         model = Biased()
         batch = read_batch(torch.zeros(1, 4096, 16, dtype=torch.bfloat16), model)
-        made = next(Frontend(model, torch.bfloat16, gpu=gpu).tilings(batch, evaluate=False)).build()
+        made = next(Frontend(model, torch.bfloat16, gpu=gpu).tilings(batch)).build()
         peaks[gpu] = least(made.assembly.work, Mode("train")).nbytes
     sums = 4 * 1024 * 64 * 128  # FP32, for each thread of the 64 thread blocks that share a column
     assert sums / 2 < peaks[Gpu(132)] - peaks[None] <= sums

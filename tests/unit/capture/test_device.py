@@ -29,9 +29,7 @@ class Asks(nn.Module):
 
 def compiled() -> Compiled:
     model = Asks()
-    return next(
-        Frontend(model, torch.float32).tilings(read_batch(torch.zeros(2, 8), model), evaluate=False)
-    ).build()
+    return next(Frontend(model, torch.float32).tilings(read_batch(torch.zeros(2, 8), model))).build()
 
 
 def test_a_branch_on_the_device_is_told_of_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Layers(nn.Module):
 def test_a_tensor_without_elements_is_asked_for_by_nobody() -> None:
     model = Layers()
     batch = read_batch({"x": torch.ones(2, 4, 8)}, model)
-    compiled = next(Frontend(model, torch.float32, gpu=Gpu(132)).tilings(batch, evaluate=False)).build()
+    compiled = next(Frontend(model, torch.float32, gpu=Gpu(132)).tilings(batch)).build()
     step = search(compiled.assembly.work, Mode("train", 1), MACHINE, 1 << 40).step
     requests = step_requests(step, compiled.part, compiled.templates, compiled.assembly)
     assert requests and len(requests) == 2 * len({number for number, _ in requests})  # each given back once
@@ -62,7 +62,7 @@ def test_requests_take_what_the_plan_counts(name: str, tight: bool) -> None:
     """With all activations kept, and with those recomputed and offloaded that the least budget wants so."""
     model = build(name)
     batch = read_batch(batch_for(name), model)
-    compiled = next(Frontend(model, torch.bfloat16, gpu=Gpu(132)).tilings(batch, evaluate=False)).build()
+    compiled = next(Frontend(model, torch.bfloat16, gpu=Gpu(132)).tilings(batch)).build()
     work, mode = compiled.assembly.work, Mode("train", 3, deferred=True)
     budget = int(1.05 * least(work, mode).nbytes) if tight else 1 << 40
     planned = search(work, mode, MACHINE, budget)
@@ -80,7 +80,7 @@ def test_updates_of_matrices_take_what_the_plan_counts() -> None:
     form = TorchOptimizer(optimizer)
     options = {"optimizer": optimizer, "form": form, "loss_fn": lambda out, batch: out.mean()}
     frontend = Frontend(model, torch.bfloat16, gpu=Gpu(132), **options)  # type: ignore[arg-type]
-    compiled = next(frontend.tilings(batch, evaluate=False)).build()
+    compiled = next(frontend.tilings(batch)).build()
     work, mode = compiled.assembly.work, Mode("train", deferred=True)
     step = lower(work, least(work, mode).plan, mode)
     index, peak = max(memory_curve(step), key=lambda point: point[1])
