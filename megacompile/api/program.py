@@ -546,10 +546,9 @@ class Program:
         """
         self._ready()
         session = self._session
-        return [
-            (name, session.schedule_of(scheduled, session.machine))
-            for name, scheduled in session.plan_all(calls)
-        ]
+        with session.lock:  # a step of another thread would be planned with them, and not run
+            found = session.plan_all(calls)
+        return [(name, session.schedule_of(scheduled, session.machine)) for name, scheduled in found]
 
     @property
     def plans_only(self) -> bool:

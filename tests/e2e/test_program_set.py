@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,24 @@ def calls(program: Program, held_out: int = 8) -> dict[str, Callable[[], object]
         "training": lambda: program.prepare(of_rows(1)),
         "evaluation": lambda: program.evaluate(of_rows(held_out)),
     }
+
+
+def test_no_other_thread_runs_anything_while_programs_are_planned() -> None:
+    program = compiled("1GB", build("plain"))
+    taken = []
+
+    def other() -> None:
+        taken.append(program._session.lock.acquire(blocking=False))
+
+    def prepare() -> None:
+        program.prepare(batch_for("plain"))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    program.plan_all({"training": prepare})
+    assert taken == [False]
+    program.close()
 
 
 def least_of(budget: int | str, held_out: int = 8) -> int:
