@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.blocks.chunk_roles import CHUNKS, length_of
 from megacompile.blocks.differentiated_template import DifferentiatedTemplate
 from megacompile.blocks.partition import Partition, Template, partition
-from megacompile.blocks.template_cache import differentiate_once
+from megacompile.blocks.template_cache import differentiate_once, what_decides
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.blocks.whole_sequences import why_whole
 from megacompile.capture.attempts import Attempts, capture, with_values
@@ -161,7 +161,7 @@ class Frontend:
         self._fronts: dict[tuple[Any, ...], Front] = {}
         self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
         self._made: WeakKeyDictionary[Front, _Made] = WeakKeyDictionary()
-        self._differentiated: dict[tuple[str, str, int], DifferentiatedTemplate] = {}
+        self._differentiated: dict[Hashable, DifferentiatedTemplate] = {}
 
     def captured(self, batch: Batch) -> Captured:
         """The graph of one kind of batch; the stages after it use the same."""
@@ -232,14 +232,14 @@ class Frontend:
         Raises :class:`CaptureError` where the model cannot run on the batch, or cannot be compiled.
         """
         key, chunk, layout = tuple(division.cuts.items()), division.chunk, division.layout
-        with TRACING:
-            front = self._front(batch)
-            known = self._made_of(front).compiled
-            if (key, chunk, layout) not in known:
+        front = self._front(batch)
+        known = self._made_of(front).compiled
+        if (key, chunk, layout) not in known:
+            with TRACING:
                 compiled = self._build(front, *self._part(batch, division.cuts), chunk, layout)
-                known[key, chunk, layout] = compiled
-                known[key, chunk, replace(layout, groups=compiled.assembly.groups)] = compiled
-            return known[key, chunk, layout]
+            known[key, chunk, layout] = compiled
+            known[key, chunk, replace(layout, groups=compiled.assembly.groups)] = compiled
+        return known[key, chunk, layout]
 
     def constants(self, captured: Captured) -> dict[str, Tensor]:
         """Buffers and constants that the graph reads, by the names its blocks use."""
@@ -260,9 +260,9 @@ class Frontend:
         """The batch with what the host computes of it for its program, and with what the forward goes by in
         its key; the batch itself, where the forward reads no values. What the host draws at random comes from
         ``seed``."""
+        if batch.key in self._fronts:  # each step asks, and must not wait for another model's capture
+            return batch
         with TRACING:
-            if batch.key in self._fronts:
-                return batch
             known = self._hosted.get(batch.key, [])
             for prologue, number in known:
                 if (values := prologue(batch.leaves, seed)) is not None:
@@ -286,11 +286,10 @@ class Frontend:
 
     def _front(self, batch: Batch) -> Front:
         """The stages before anything is cut."""
-        with TRACING:
-            front = self._fronts[self.with_host_values(batch).key]
-            if self._distributed:
-                _refuse_changes(front)
-            return front
+        front = self._fronts[self.with_host_values(batch).key]
+        if self._distributed:
+            _refuse_changes(front)
+        return front
 
     def _captured(self, batch: Batch) -> Captured:
         """Capture one kind of batch in the way that earlier ones of the model have shown, if in any."""
@@ -315,15 +314,13 @@ class Frontend:
 
     def _part(self, batch: Batch, cuts: Cuts) -> tuple[Tiled, Partition]:
         """One kind of batch with its weights cut in this way, before it is differentiated."""
-        key = tuple(cuts.items())
-        with TRACING:
-            front = self._front(batch)
-            known = self._made_of(front).parts
-            if key not in known:
-                with self._running():
-                    tiled = tile(front.fused, cuts, gather=self._gathers)
-                    known[key] = tiled, partition(tiled.captured)
-            return known[key]
+        key, front = tuple(cuts.items()), self._front(batch)
+        known = self._made_of(front).parts
+        if key not in known:
+            with TRACING, self._running():
+                tiled = tile(front.fused, cuts, gather=self._gathers)
+                known[key] = tiled, partition(tiled.captured)
+        return known[key]
 
     def _made_of(self, front: Front) -> _Made:
         return self._made.setdefault(front, _Made())
@@ -377,7 +374,8 @@ class Frontend:
 
     def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
         """Templates of the same name and computation, in programs cut differently, are made once."""
-        key = (template.digest, template.name, chunk)
+        # check and fold are settled with ``differentiate`` itself
+        key = what_decides(template, self._gpu, chunk, check=True, fold=True)
         if key not in self._differentiated:
             self._differentiated[key] = self._differentiated_by(
                 template, mode, self._inductor, self._gpu, chunk, fold=self._kernels[FOLDED_SUMS]

@@ -11,12 +11,14 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import megacompile
+from megacompile.api import frontend
 from megacompile.api.pipeline import Compiler
 from megacompile.runtime import cpu
 from megacompile.state import master_layout
@@ -38,6 +40,22 @@ def assert_equal(program: megacompile.Program, model: nn.Module) -> None:
     state = program.state_dict()
     for name, value in model.named_parameters():
         assert torch.equal(state[name], value), name
+
+
+def test_a_known_batch_does_not_wait_for_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, batch = compiled(build("plain")), batch_for("plain")
+    program.train_step(batch)
+    program.evaluate(batch)
+    program.forward_backward(batch)
+    program.optimizer_step()
+    lock = mock.MagicMock()
+    monkeypatch.setattr(frontend, "TRACING", lock)
+    program.train_step(batch)
+    program.evaluate(batch)
+    program.forward_backward(batch)
+    program.optimizer_step()
+    assert not lock.__enter__.called
+    program.close()
 
 
 @pytest.mark.slow_cases(r"0\.(5|15)")

@@ -73,6 +73,19 @@ def test_loops_over_chunks_are_kept(differentiated: list[str]) -> None:
     assert start("llama", chunk=8) == first and len(differentiated) == count
 
 
+def test_another_mode_of_torch_differentiates_again(differentiated: list[str]) -> None:
+    frontend = Frontend(build("plain"), torch.float32)
+    batch = read_batch(batch_for("plain"), frontend.model)
+    count = len(frontend.build(batch).templates)
+    frontend.forget()
+    torch.use_deterministic_algorithms(True)
+    try:
+        frontend.build(batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(differentiated) == 2 * count
+
+
 def test_what_functions_depend_on_differentiates_again(differentiated: list[str]) -> None:
     count = len(start())
     for other in (
