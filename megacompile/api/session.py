@@ -162,8 +162,14 @@ class Session:
                 self._tell_of_another(batch)
             self.laid_out_for_forwards = False
         if self.runtime is None:
+            together = bool(self.decided.programs)  # planned by plan_all, which has settled the rest
             scheduled = self._taken(self._first_program(batch, mode, resumed), batch, mode)
-            self._take_over(scheduled)
+            try:
+                self._take_over(scheduled)
+            except BaseException:
+                if not together:
+                    self.decided = self.decided.anew(self.decided.room)
+                raise
         else:
             if self.decided.number(batch, mode) < 0 and (room := self._shorter_room()) is not None:
                 ran = self.decided.only(lambda known: known in self._bindings or known is self.current)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import megacompile
-from megacompile.api import frontend
+from megacompile.api import frontend, session
 from megacompile.api.pipeline import Compiler
 from megacompile.runtime import cpu
 from megacompile.state import master_layout
@@ -55,6 +55,20 @@ def test_a_known_batch_does_not_wait_for_another_capture(monkeypatch: pytest.Mon
     program.forward_backward(batch)
     program.optimizer_step()
     assert not lock.__enter__.called
+    program.close()
+
+
+def test_a_batch_whose_state_found_no_memory_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = batch_for("llama", size=8, length=64), batch_for("llama")
+    alone = compiled(build("llama"), example_batch=small)
+    program = compiled(build("llama"))
+    with monkeypatch.context() as patch, pytest.raises(megacompile.BudgetError, match="no memory"):
+        patch.setattr(session, "allocate", mock.Mock(side_effect=megacompile.BudgetError("no memory")))
+        program.prepare(large)
+    assert program._session.decided.cuts is None
+    program.prepare(small)
+    assert len(program._session.decided.programs) == 1 and program.source == alone.source
+    alone.close()
     program.close()
 
 
