@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from megacompile.capture.call_tensors import given_by_name
 from megacompile.capture.exported_graph import CHECKS
-from megacompile.capture.repeated_layers import LAYER
+from megacompile.capture.repeated_layers import LAYER, LayersDifferError
 from megacompile.errors import CaptureError
 from megacompile.graph.node_storage import is_mutable, is_view, reached
 
@@ -91,11 +91,12 @@ class _Form:
         return self.target(*args, **kwargs)
 
 
-def functionalise(
-    exported: torch.export.ExportedProgram,
-) -> tuple[fx.Graph, ExportGraphSignature] | None:
+def functionalise(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
     """Return the graph without writes, regions and composite operators, and the signature that names its
-    inputs; None if other layers cannot repeat a first one."""
+    inputs.
+
+    Raises :class:`LayersDifferError` if other layers cannot repeat a first one.
+    """
     _keep_gradient_barriers(exported.graph_module)
     _unmark_single(exported.graph_module)
     for module in _graphs(exported.graph_module):
@@ -107,7 +108,7 @@ def functionalise(
         return _rewritten(exported.graph_module, became), exported.graph_signature
     except _NeedsTorchError:
         if any(_marks(exported.graph_module)):
-            return None
+            raise LayersDifferError from None
         for module in _graphs(exported.graph_module):
             module.recompile()  # with the barriers that were put in
         _drop_other_names(exported)

@@ -12,7 +12,7 @@ as its result, or an operator writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,24 +28,14 @@ from megacompile.capture.patches import Patch
 from megacompile.capture.side_effects import writes
 from megacompile.kernels.registry import OpSpec, declare
 
-T = TypeVar("T")
-
 _FEWEST = 3  # layers of a list; of two, the first and the last differ as a rule
 _FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)  # of a graph's constants
 _CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
-class _LayersDifferError(BaseException):
+class LayersDifferError(BaseException):
     """Layers differ that were taken for equal; no error of the model, whose own handlers must not take it on
     its way out of the trace."""
-
-
-def unless_layers_differ(trace: Callable[[], T]) -> T | None:
-    """Return what a trace returns in which layers may be repeated; None if they differ."""
-    try:
-        return trace()
-    except _LayersDifferError:
-        return None
 
 
 @torch.library.custom_op("megacompile::repeated_layer", mutates_args=())
@@ -129,13 +119,13 @@ class _Following(TorchFunctionMode):
                 return _mapped(lambda x: self._own.get(id(x), x), out)
         out = func(*args, **kwargs)
         if any(True for _ in _tensors_within(out)):
-            raise _LayersDifferError
+            raise LayersDifferError
         return out
 
     def around(self) -> list[Tensor]:
         """The layer's own tensors in the place of those around the first, once it has made all its calls."""
         if self._next is not None:
-            raise _LayersDifferError
+            raise LayersDifferError
         return [self._own[key] for key in self._first.around]
 
     def _same(self, noted: Any, own: Any) -> bool:
@@ -221,7 +211,7 @@ class RepeatedLayers:
                 out = theirs(module, *args, **kwargs)
             around = following.around()
             if _last_node() is not before or not first.results >= {id(x) for x in _inner_results(first, out)}:
-                raise _LayersDifferError
+                raise LayersDifferError
             return _returned(first, out, around)
         finally:
             self._inside = False
@@ -277,7 +267,7 @@ def _returned(first: _First, out: Any, around: list[Tensor]) -> Any:
     marked = LAYER(first.number, around, results) if results else []
     own = {id(x): new for x, new in zip(results, marked, strict=True)}
     if any(_tensor_layout(x)[1:] != _tensor_layout(new)[1:] for x, new in zip(results, marked, strict=True)):
-        raise _LayersDifferError
+        raise LayersDifferError
     return pytree.tree_map(lambda x: own.get(id(x), x), out)
 
 

@@ -4,8 +4,9 @@ In: the module (its values are never read), one batch, what of its forward is wa
 how it is traced (:class:`How`). Out: :class:`Captured`, or the :class:`Reason` why there is none in this way.
 :mod:`~megacompile.capture.attempts` lists the ways.
 
-Invariants: one placeholder per parameter *object* (tied names are merged), no mutation,
-no hidden randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its module.
+Invariants: one placeholder per parameter *object* (tied names are merged), no mutation but the last writes of
+buffers, no hidden randomness, gradient barriers (``no_grad``, ``detach``) kept, every node still names its
+module.
 Parameters are traced as fake tensors in the dtype they will compute in, so no weight is touched.
 """
 
@@ -43,7 +44,7 @@ from megacompile.capture.patches import REFUSED, Patch, graphs_alone, our_operat
 from megacompile.capture.random_draws import replace_draws
 from megacompile.capture.refusals import refuse_mixed_products, refuse_mutations, refuse_sparse, refuse_writes
 from megacompile.capture.refused_calls import fake_kernels_named, forward_runs
-from megacompile.capture.repeated_layers import RepeatedLayers, unless_layers_differ
+from megacompile.capture.repeated_layers import LayersDifferError, RepeatedLayers
 from megacompile.capture.side_effects import Effects, refuse_constants, refuse_other_forward
 from megacompile.capture.untraceable import untraceable
 from megacompile.capture.written_arguments import return_writes
@@ -178,7 +179,7 @@ class _Forward(nn.Module):
             stays = isinstance(self.request.outputs, LossCut)
             tensors, vars(self)["structure"] = split(self._wanted(rng, args, kwargs), stays=stays)
             for flag in self.effects.finite:
-                tensors = [torch.where(flag, x, torch.nan) if _is_float(x) else x for x in tensors]
+                tensors = [torch.where(flag, x, torch.nan) if x.is_floating_point() else x for x in tensors]
         except GuardOnDataDependentSymNode as error:  # as it is, export would print the graph so far
             raise untraceable(error, self.model, _Forward.forward.__code__) from None
         return tensors
@@ -225,18 +226,16 @@ class _Forward(nn.Module):
         return host.watching(pytree.tree_leaves((args, kwargs)))
 
 
-def _is_float(x: Tensor) -> bool:
-    return x.is_floating_point()
-
-
 def trace(request: Request, how: How) -> Captured | Reason:
     """Trace a forward once.
 
-    Raises :class:`CaptureError` where it mutates a buffer, draws random numbers that are not ours, returns
-    no scalar loss, or one without a gradient for what is trained.
+    Raises :class:`CaptureError` where it writes into a parameter or the batch, draws random numbers that are
+    not ours, returns no scalar loss, or one without a gradient for what is trained.
     """
     try:
         captured = _trace_first(request, how) if how.first is None else _trace_again(how.first, request)
+    except LayersDifferError:
+        return LayersDiffer()
     except UntraceableError as error:
         if not how.reads_values:
             return NeedsValues(error)
@@ -249,8 +248,6 @@ def trace(request: Request, how: How) -> Captured | Reason:
 def _trace_first(request: Request, how: How) -> Captured | Reason:
     forward, inputs = _prepared(request, how)
     captured = _trace(forward, inputs, request.model)
-    if captured is None:
-        return LayersDiffer()
     if forward.blinds and not reads_no_padding(captured, *inputs[1:]):
         return ReadsPadding()
     if changed := forward.effects.first:
@@ -258,13 +255,11 @@ def _trace_first(request: Request, how: How) -> Captured | Reason:
     return captured
 
 
-def _trace_again(first: ChangesAttributes, request: Request) -> Captured | Reason:
+def _trace_again(first: ChangesAttributes, request: Request) -> Captured:
     """Trace a forward on the model as the first left it, and refuse one that computes otherwise."""
     forward, host = first.forward, first.forward.host
     forward.effects.apply(forward.model)
     again = _trace(forward, first.inputs, request.model)
-    if again is None:
-        return LayersDiffer()
     other = host is not None and forward.host is not None and not host.same_as(forward.host)
     after = first.changed if other else forward.effects.first
     refuse_other_forward(first.captured.graph, again.graph, first.changed, after)
@@ -297,23 +292,24 @@ def _refuse_without_gradient(captured: Captured, request: Request) -> None:
         )
 
 
-def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured | None:
-    """Trace a forward; None where layers that were taken for equal are not."""
+def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Captured:
+    """Trace a forward.
+
+    Raises :class:`LayersDifferError` where layers that were taken for equal are not.
+    """
     try:
         with warnings.catch_warnings(), _quiet(*_LOGS), replaced(_FLAGS):
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch copies its own classes
             warnings.filterwarnings("ignore", message=".*assigned during export.*")  # ``effects`` judges it
             with graphs_alone():
-                exported = unless_layers_differ(lambda: torch.export.export(forward, inputs, strict=False))
-            if exported is None:
-                return None
+                exported = torch.export.export(forward, inputs, strict=False)
             for part in exported.graph_module.modules():
                 if isinstance(part, fx.GraphModule):
                     return_writes(part.graph)
             refuse_constants(exported, model, forward.effects.replaced)
             refuse_writes(exported)
             refuse_sparse(exported)
-            functional = functionalise(exported)
+            graph, signature = functionalise(exported)
     except CaptureError as error:
         raise error.with_traceback(None) from None  # torch's frames tell nothing
     except MemoryError as error:
@@ -322,7 +318,7 @@ def _trace(forward: _Forward, inputs: tuple[Any, ...], model: nn.Module) -> Capt
         ) from error
     except Exception as error:
         raise untraceable(error, forward.model, _Forward.forward.__code__) from None
-    return None if functional is None else _flatten(*functional, exported.constants, forward, model)
+    return _flatten(graph, signature, exported.constants, forward, model)
 
 
 def _fake_leaf(leaf: Tensor) -> Tensor:
