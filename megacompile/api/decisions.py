@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megacompile.api.device_budget import DeviceRoom
 from megacompile.api.frontend import LAID_OUT_ANEW, Compiled, Division, StateLayout
-from megacompile.capture.batch import Batch
+from megacompile.capture.batch import Batch, BatchKey
 from megacompile.distributed.ranks import Ranks
 from megacompile.graph.tile_cuts import Cuts
 from megacompile.planner.plan_evaluator import Planned
@@ -21,7 +20,7 @@ from megacompile.schedule.verify import Proof
 from megacompile.state.host_budget import host_states, storage_window
 from megacompile.state.nvme_offload import StatePlacement
 
-ProgramKey = tuple[tuple[Any, ...], Mode]
+ProgramKey = tuple[BatchKey, Mode]
 """The key of a batch, and a mode."""
 _COMPILE_SECONDS, _BLOCK_SECONDS = 0.5, 0.05  # of a program, and of each block beside
 
@@ -70,7 +69,7 @@ class Decisions:
         return next((i for i, key in enumerate(self.programs) if key == (batch.key, mode)), -1)
 
     @property
-    def keys(self) -> set[tuple[Any, ...]]:
+    def keys(self) -> set[BatchKey]:
         """The keys of the batches that have programs."""
         return {key for key, _ in self.programs}
 

@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +24,7 @@ from megacompile.blocks.template_cache import differentiate_once, what_decides
 from megacompile.blocks.weight_groups import Assembly, GroupLayout, Parameter, assemble, cut_parameters
 from megacompile.blocks.whole_sequences import why_whole
 from megacompile.capture.attempts import Attempts, capture, with_values
-from megacompile.capture.batch import Batch
+from megacompile.capture.batch import Batch, BatchKey
 from megacompile.capture.loss_value import LossFn
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
@@ -158,8 +157,8 @@ class Frontend:
         self._capture, self._differentiated_by = capture, differentiate
         self._parts_for_real: Mapping[str, str] = {}  # frozen ones that cannot be traced, and why
         self._seeing: list[OutputsFn | None] = []  # whose graphs depend on padding: later ones are not tried
-        self._fronts: dict[tuple[Any, ...], Front] = {}
-        self._hosted: dict[tuple[Any, ...], list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
+        self._fronts: dict[BatchKey, Front] = {}
+        self._hosted: dict[BatchKey, list[tuple[Prologue, int]]] = {}  # with their graphs' numbers
         self._made: WeakKeyDictionary[Front, _Made] = WeakKeyDictionary()
         self._differentiated: dict[Hashable, DifferentiatedTemplate] = {}
 
@@ -180,7 +179,7 @@ class Frontend:
 
     def graphs_of_others(self, length: int) -> list[Captured]:
         """The graphs that were captured so far of batches that have no dimension of this size."""
-        shapes = {key: [of for of, *_ in key[1] if isinstance(of, tuple)] for key in self._fronts}
+        shapes = {key: [of for of, *_ in key.leaves if isinstance(of, tuple)] for key in self._fronts}
         return [
             front.captured
             for key, front in self._fronts.items()
@@ -254,7 +253,7 @@ class Frontend:
 
     def reads_values(self, batch: Batch) -> bool:
         """Return whether a forward on a batch with entries of these names has read values of it."""
-        return any(key[0] == batch.key[0] for key in self._hosted)
+        return any(key.structure == batch.key.structure for key in self._hosted)
 
     def with_host_values(self, batch: Batch, *, seed: int = 0) -> Batch:
         """The batch with what the host computes of it for its program, and with what the forward goes by in
@@ -276,7 +275,7 @@ class Frontend:
                         "What the forward reads of this batch differs when it is read again: a function of "
                         "the model depends on something else than its arguments."
                     )
-                graphs = {n: self._fronts[*batch.key, n].captured for _, n in known}
+                graphs = {n: self._fronts[batch.key._replace(read=n)].captured for _, n in known}
                 number = next((n for n, of in graphs.items() if captured.computes_as(of)), len(graphs))
                 extended = _extended(batch, number, values)
                 self._hosted.setdefault(batch.key, []).append((captured.prologue, number))
@@ -394,7 +393,7 @@ def _refuse_changes(front: Front) -> None:
 
 
 def _extended(batch: Batch, number: int, values: list[Tensor]) -> Batch:
-    return replace(batch, leaves=[*batch.leaves, *values], key=(*batch.key, number))
+    return replace(batch, leaves=[*batch.leaves, *values], key=batch.key._replace(read=number))
 
 
 def _describe(

@@ -16,7 +16,9 @@ from megacompile.api.decisions import Decisions
 from megacompile.api.frontend import Frontend
 from megacompile.capture.batch import (
     Batch,
+    BatchKey,
     of_one_kind,
+    padded_anywhere,
     read_batch,
 )
 from megacompile.capture.loss_cut import LossCut
@@ -64,8 +66,8 @@ class Padder:
         limits = (longest, reach(model))
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         self._turning = turning_lengths(model)
-        self._hidden: dict[tuple[Any, ...], bool] = {}  # by kind of batch, once a graph has shown it
-        self._returned: dict[tuple[Any, ...], tuple[Returned, int]] = {}  # by kind, and at what length
+        self._hidden: dict[BatchKey, bool] = {}  # by kind of batch, once a graph has shown it
+        self._returned: dict[BatchKey, tuple[Returned, int]] = {}  # by kind, and at what length
         self._ignored: dict[tuple[Any, ...], bool] = {}  # by the user's function, by kind of batch and length
         self._told = False
         self._costs = PaddingCosts()  # by the key that was wanted
@@ -133,7 +135,7 @@ class Padder:
     def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
         """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""
         found = of_one_kind([self._read(batch, length) for batch in micro])
-        return found if right else [replace(batch, key=(*batch.key[:4], False)) for batch in found]
+        return found if right else padded_anywhere(found)
 
     def _read(self, batch: Batch, length: int) -> Batch:
         own = own_entries(self._model, batch.kwargs, self._function_of(batch))
@@ -177,7 +179,7 @@ class Padder:
             return self._hidden[kind]
         return all(self._ignores(function, batch, kind, length) for batch in micro)
 
-    def _ignores(self, function: Function, batch: Batch, kind: tuple[Any, ...], length: int) -> bool:
+    def _ignores(self, function: Function, batch: Batch, kind: BatchKey, length: int) -> bool:
         """Return whether a function ignores the padding of a batch to a length, ``kind`` when padded; that a
         ``loss_fn`` does not is told once."""
         own, at = kind_of(batch), length_of(batch)

@@ -119,7 +119,7 @@ def agreed_batches(
 
 def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
     """Describe what padding depends on, of one rank."""
-    kinds = {_digest_of_text(f"{batch.key[0]}{batch.key[1]}{batch.key[4]}") for batch in micro}
+    kinds = {_digest_of_text(f"{batch.key.structure}{batch.key.leaves}{batch.key.padded}") for batch in micro}
     lengths = session.intake.padder.lengths(micro)
     masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]
     return {
@@ -151,7 +151,9 @@ def _described_batches(
     return {
         "micro": len(micro),
         "shapes": "; ".join(map(_shapes, micro if not one_kind else micro[:1])),
-        "program": [[kind, of.key[0], str(of.key[1]), session.decided.number(of, mode)] for of in first],
+        "program": [
+            [kind, of.key.structure, str(of.key.leaves), session.decided.number(of, mode)] for of in first
+        ],
         "optimizer": described_optimizer(session),
         "place": [session.seed, session.calls],
         "count": [None if count is None else float(count) for count in counts],

@@ -235,7 +235,7 @@ class Session:
         if last is not None and last.settings != batch.settings:
             why = ", as modes or attributes of the model's modules changed"
             way_out = "leave them as they are between steps"
-        elif any(key[:5] == batch.key[:5] for key in self.decided.keys):
+        elif any(key._replace(read=batch.key.read) == batch.key for key in self.decided.keys):
             why = ", as sizes that the forward reads from its values are others, such as those of images"
             way_out = "give batches of few combinations of sizes"
         if not self.is_new(why):

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,23 @@ from megacompile.graph.right_padding import is_padded_right
 
 _NOWHERE = "nowhere"
 _MISSPELT = 0.8  # how alike a key is to the name that was meant
+
+
+class BatchKey(NamedTuple):
+    """Names what a batch's program depends on: its structure, what each leaf is (:func:`described`), what the
+    model is set to, and whether it is in eval mode.
+
+    ``padded`` is True if all padding is at the ends of rows, and no label is there; ``"nowhere"`` if a mask
+    is kept and hides nothing. ``read`` numbers the graphs of a forward that reads values of the batch; None
+    if it reads none, or did not run yet.
+    """
+
+    structure: str
+    leaves: tuple[tuple[Any, ...], ...]
+    settings: ModelSettings
+    evaluates: bool
+    padded: bool | str
+    read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
-    key: tuple[Any, ...]
+    key: BatchKey
     outputs: OutputsFn | None = None
     added: int = 0
     withheld: Mapping[str, Any] = field(default_factory=dict)
@@ -58,37 +75,40 @@ class Batch:
     @property
     def settings(self) -> ModelSettings:
         """The settings of the model when the batch was read."""
-        settings: ModelSettings = self.key[2]
-        return settings
+        return self.key.settings
 
     @property
     def evaluates(self) -> bool:
         """Return whether it is for the model in eval mode."""
-        evaluates: bool = self.key[3]
-        return evaluates
+        return self.key.evaluates
 
     @property
     def padded_right(self) -> bool:
         """Return whether all of its padding is at the ends of rows, and no label there."""
-        return self.key[4] is True
+        return self.key.padded is True
 
     @property
     def hides_nothing(self) -> bool:
         """Return whether its attention mask is kept, and is all ones."""
-        return bool(self.key[4] == _NOWHERE)
+        return self.key.padded == _NOWHERE
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the batch itself."""
-        own = self.leaves[: len(self.key[1])]
+        own = self.leaves[: len(self.key.leaves)]
         return [leaf for leaf in own if isinstance(leaf, Tensor)]
 
 
 def of_one_kind(micro: Sequence[Batch]) -> list[Batch]:
     """The micro-batches of one step, on one program where they differ in the place of their padding alone."""
-    if len({batch.key for batch in micro}) == 1 or len({batch.key[:4] for batch in micro}) > 1:
-        return list(micro)
-    return [replace(batch, key=(*batch.key[:4], False)) for batch in micro]
+    alike = padded_anywhere(micro)
+    one_kind = len({batch.key for batch in micro}) == 1 or len({batch.key for batch in alike}) > 1
+    return list(micro) if one_kind else alike
+
+
+def padded_anywhere(micro: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches on programs that serve any place of their padding."""
+    return [replace(batch, key=batch.key._replace(padded=False)) for batch in micro]
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -135,7 +155,7 @@ def read_batch(
     padded: bool | str = not args and is_transformers(model) and is_padded_right(kwargs)
     if is_transformers(model) and not keep_mask and _is_mixed(kwargs) and _hides_nothing(kwargs):
         padded = _NOWHERE
-    return Batch(args, kwargs, flat, (str(spec), shapes, settings, evaluate, padded), outputs)
+    return Batch(args, kwargs, flat, BatchKey(str(spec), shapes, settings, evaluate, padded), outputs)
 
 
 def described(leaf: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from megacompile.capture.batch import Batch, is_transformers
+from megacompile.capture.batch import Batch, BatchKey, is_transformers
 from megacompile.capture.loss_value import divide
 from megacompile.graph.captured import Captured, module_stack, results_of
 from megacompile.graph.node_storage import written_buffers
@@ -104,24 +104,24 @@ def length_of(batch: Batch) -> int:
     return length
 
 
-def kind_of(batch: Batch) -> tuple[Any, ...]:
+def kind_of(batch: Batch) -> BatchKey:
     """Return what batches share that differ in the length of their sequences alone."""
     return _without_length(batch.key, tuple(batch.kwargs["input_ids"].shape))
 
 
-def _without_length(key: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    spec, leaves, *others = key
-    return spec, tuple((shape[:1], *of[1:]) if of[0] == shape else of for of in leaves), *others
+def _without_length(key: BatchKey, shape: tuple[int, ...]) -> BatchKey:
+    leaves = tuple((shape[:1], *of[1:]) if of[0] == shape else of for of in key.leaves)
+    return key._replace(leaves=leaves)
 
 
-def lengths_of_kind(keys: Iterable[tuple[Any, ...]], batch: Batch) -> list[int]:
+def lengths_of_kind(keys: Iterable[BatchKey], batch: Batch) -> list[int]:
     """The lengths, in order, for which there is the key of a batch of the same kind."""
     kind, shape = kind_of(batch), tuple(batch.kwargs["input_ids"].shape)
-    place = next(i for i, leaf in enumerate(batch.key[1]) if leaf[0] == shape)
+    place = next(i for i, leaf in enumerate(batch.key.leaves) if leaf[0] == shape)
     alike = [
-        key[1][place][0]
+        key.leaves[place][0]
         for key in keys
-        if key[0] == kind[0] and _without_length(key, key[1][place][0]) == kind
+        if key.structure == kind.structure and _without_length(key, key.leaves[place][0]) == kind
     ]
     return sorted({other[1] for other in alike})
 
