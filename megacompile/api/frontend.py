@@ -26,6 +26,7 @@ from megacompile.blocks.whole_sequences import why_whole
 from megacompile.capture.attempts import Attempts, capture, with_values
 from megacompile.capture.batch import Batch, BatchKey
 from megacompile.capture.loss_value import LossFn
+from megacompile.capture.opaque_functions import examine_anew
 from megacompile.capture.parameter_forms import parameter_forms
 from megacompile.capture.quantized_weights import stored_shape
 from megacompile.capture.trace import TRACING, How, Request
@@ -247,9 +248,12 @@ class Frontend:
         return named | captured.constants
 
     def forget(self) -> None:
-        """Forget what was captured; functions of templates stay, as they are functions of their graphs."""
+        """Forget what was captured, and how; functions of templates stay, as they are functions of graphs."""
         self._fronts.clear()
         self._hosted.clear()
+        self._parts_for_real = {}
+        self._seeing.clear()
+        examine_anew()
 
     def reads_values(self, batch: Batch) -> bool:
         """Return whether a forward on a batch with entries of these names has read values of it."""

@@ -155,7 +155,10 @@ class _NotForRealError(Exception):
 
 
 class _OpaqueCall:
-    """A function with its constants, for arguments of certain forms."""
+    """A function with its constants, for arguments of certain forms. ``examination`` counts how often all
+    functions were to be looked at anew."""
+
+    examination = 0
 
     def __init__(
         self, function: Any, name: str, needs: tuple[bool, ...], args: tuple[Any, ...], grad: bool
@@ -169,7 +172,7 @@ class _OpaqueCall:
                 raise _NotForRealError(f"is given a {type(leaf).__name__}: give it tensors and numbers alone")
         code = [x for x in (function, *self._leaves) if callable(x)]
         named = [x.__qualname__ if x in code else x for x in (function, *self._leaves)]
-        self.key = f"{name} {named} {needs} {grad} {self._spec} {self._forms}", code
+        self.key = f"{name} {named} {needs} {grad} {self._spec} {self._forms}", code, self.examination
         self.layout = _Layout((), False, (), True, (), (), "", ())
         self.written: set[int] = set()  # arguments into which the forward writes
         self._overwritten: set[int] = set()  # tensors into which the backward does
@@ -494,6 +497,11 @@ def run_for_real(function: Any, name: str, args: tuple[Any, ...], why: str) -> t
     needs = (False,) * len(args)
     results = call_for_real(function, name, needs, args, why)
     return results, bool(_examined(function, name, needs, args, why)[0].written)
+
+
+def examine_anew() -> None:
+    """Call each function on made-up values again before a graph holds it: what its code reads has changed."""
+    _OpaqueCall.examination += 1
 
 
 def _examined(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -269,6 +270,37 @@ def test_recompile_looks_anew_at_what_code_reads_outside_the_model(monkeypatch: 
         for _ in range(2):
             assert float(program.train_step(BATCH).loss) == trainer.train_step([BATCH])
     assert_equal(program, trainer)
+    program.close()
+
+
+class Repeats(torch.autograd.Function):
+    """Repeat columns as often as a global says, by what cannot be traced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(numpy.tile(x.numpy(), (1, int(GLOBAL))))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy().reshape(len(grad), int(GLOBAL), -1).sum(1))
+
+
+class Repeated(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = Repeats.apply(self.layers(x))
+        return hidden.square().mean(0).sum()
+
+
+def test_recompile_looks_anew_at_functions_that_run_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Repeated()
+    eager = copy.deepcopy(model).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    program = megacompile.compile(model, "1GB", optimizer=optimizer, compute_dtype=torch.float32)
+    assert float(program.evaluate(BATCH)) == eager(**BATCH).item()
+    monkeypatch.setitem(globals(), "GLOBAL", 3.0)
+    program.recompile()
+    assert float(program.evaluate(BATCH)) == eager(**BATCH).item()
     program.close()
 
 
