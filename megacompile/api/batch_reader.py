@@ -25,10 +25,6 @@ from megacompile.capture.batch import (
 from megacompile.capture.fingerprint import model_settings
 from megacompile.capture.loss_cut import LossCut, cuts
 from megacompile.capture.loss_value import divides
-from megacompile.capture.padding import (
-    own_entries,
-    pad_batch,
-)
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.graph.forward_outputs import OutputsFn, identity
 from megacompile.user_warning import warn_user
@@ -40,7 +36,7 @@ _DOCUMENTS_MEET = (
 )
 
 
-class Intake:
+class BatchReader:
     """Reads the batches of one model; ``max_seq_len`` is the longest that they are padded to."""
 
     def __init__(self, model: nn.Module, frontend: Frontend, max_seq_len: int | None) -> None:
@@ -79,10 +75,6 @@ class Intake:
             micro.append(batch)
         return of_one_kind(micro)
 
-    def cut_by(self, cut: LossCut | None) -> None:
-        """Cut the model's own loss off from now on, or no more."""
-        self.cut = cut
-
     def cuts(self, given: Any) -> list[LossCut]:
         """The ways to cut the model's own loss off, for a batch of this kind."""
         return [] if self._loss_fn is not None else cuts(_items(given)[0], self._model)
@@ -106,16 +98,7 @@ class Intake:
         ids = batch.kwargs.get("input_ids")
         if self._max_seq_len is None or not isinstance(ids, Tensor) or ids.shape[1] >= self._max_seq_len:
             return None
-        return read_batch(
-            pad_batch(
-                batch.kwargs,
-                self._max_seq_len,
-                own=own_entries(self._model, batch.kwargs, self._loss_fn),
-            ),
-            self._model,
-            settings=batch.settings,
-            outputs=batch.outputs,
-        )
+        return self.padder.padded_to(batch, self._max_seq_len)
 
 
 def _items(given: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The stages before the plan: capture -> fuse -> tile -> partition -> differentiate.
+"""The stages before the plan: capture -> fuse -> tile -> partition -> differentiate -> assemble.
 
-:class:`Frontend` runs them for one kind of batch at a time and keeps what does not change between kinds:
-the form of each parameter.
+:class:`Frontend` runs them for one kind of batch at a time, and keeps what each stage gave. Kinds share the
+forms of parameters and the functions of templates.
 """
 
 from __future__ import annotations

@@ -134,10 +134,11 @@ class Padder:
 
     def _at(self, micro: Sequence[Batch], length: int, right: bool) -> list[Batch]:
         """The micro-batches at one length, with masks; ``right`` unless others have padding elsewhere."""
-        found = of_one_kind([self._read(batch, length) for batch in micro])
+        found = of_one_kind([self.padded_to(batch, length) for batch in micro])
         return found if right else padded_anywhere(found)
 
-    def _read(self, batch: Batch, length: int) -> Batch:
+    def padded_to(self, batch: Batch, length: int) -> Batch:
+        """The batch at one length, with a mask."""
         own = own_entries(self._model, batch.kwargs, self._function_of(batch))
         padded = read_batch(
             pad_batch(batch.kwargs, length, own=own),
@@ -161,7 +162,7 @@ class Padder:
         A graph's verdict holds for all lengths, a failure of capture for its own. Beyond a turning length the
         model computes otherwise.
         """
-        longer = self._read(micro[0], length)
+        longer = self.padded_to(micro[0], length)
         if any(shortest <= turn < length for turn in self._turning):
             return False
         function = self._function_of(longer)
@@ -222,7 +223,7 @@ class Padder:
         if telling != length and known:
             return True
         if telling != length:
-            longer = self._read(longer, telling)
+            longer = self.padded_to(longer, telling)
             graph = frontend.captured(longer)
         if self._function_of(longer) is not None:
             if graph.returned is None:

@@ -79,21 +79,21 @@ def cuts_loss(method: M) -> M:
     @functools.wraps(method)
     def call(program: Program, /, batch: Any, **options: Any) -> Any:
         session = program._session
-        ours = session.intake.cut is not None or session.world.size > 1
+        ours = session.reader.cut is not None or session.world.size > 1
         if ours or options.get("outputs") or options.get("loss"):
             return method(program, batch, **options)
         attempts: Attempts[OwnLoss, Any] = Attempts(OwnLoss())
         for loss in attempts:
-            session.intake.cut_by(loss.cut)
+            session.reader.cut = loss.cut
             try:
                 attempts.outcome = method(program, batch, **options)
             except BaseException as error:
-                session.intake.cut_by(None)  # nothing says yet that this cut is the right one
+                session.reader.cut = None  # nothing says yet that this cut is the right one
                 if isinstance(error, BudgetError) or not isinstance(error, MegacompileError):
                     raise
                 if not (loss.cut or isinstance(error, UntraceableError)):
                     raise
-                attempts.outcome = loss.failed(error, lambda: session.intake.cuts(batch))
+                attempts.outcome = loss.failed(error, lambda: session.reader.cuts(batch))
         result, loss = attempts.get(), attempts.how
         if loss.cut is not None and loss.why is not None:
             warn_user(warning(program.model, loss.cut, loss.why))
@@ -155,7 +155,7 @@ class Program:
 
         def weigh(micro: list[Batch]) -> list[float]:
             if weights is None:
-                session.intake.check_counts(micro)
+                session.reader.check_counts(micro)
             return micro_weights(micro, weights, ranks=session.world.size)
 
         given = _outputs_for(loss, outputs)
@@ -191,7 +191,7 @@ class Program:
 
         def weigh(micro: list[Batch]) -> list[float]:
             if weight is None:
-                session.intake.check_counts(micro)
+                session.reader.check_counts(micro)
             return [1.0 if weight is None else weight] * len(micro)
 
         with session.world.together():
@@ -548,7 +548,7 @@ class Program:
         session = self._session
         with session.lock:  # a step of another thread would be planned with them, and not run
             found = session.plan_all(calls)
-        return [(name, session.schedule_of(scheduled, session.machine)) for name, scheduled in found]
+        return [(name, session.schedule_of(scheduled, session.planned_machine)) for name, scheduled in found]
 
     @property
     def plans_only(self) -> bool:
@@ -829,7 +829,7 @@ class Program:
             host_budget_bytes=session.settings.host_budget_bytes,
             resident_peak_bytes=resident_peak_bytes(),
             storage_bytes=offload.storage.nbytes if offload else 0,
-            traffic=self._schedule_on(session.machine).traffic if offload else "",
+            traffic=self._schedule_on(session.planned_machine).traffic if offload else "",
             page_locked_bytes=runtime.device.host.page_locked_bytes if runtime else 0,
             staged_bytes=runtime.device.host.staged_bytes if runtime else 0,
         )

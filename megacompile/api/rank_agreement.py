@@ -120,7 +120,7 @@ def agreed_batches(
 def _of_one_rank(session: Session, micro: list[Batch]) -> dict[str, Any]:
     """Describe what padding depends on, of one rank."""
     kinds = {_digest_of_text(f"{batch.key.structure}{batch.key.leaves}{batch.key.padded}") for batch in micro}
-    lengths = session.intake.padder.lengths(micro)
+    lengths = session.reader.padder.lengths(micro)
     masked = [pad_batch(batch.kwargs, length) for batch, length in zip(micro, lengths, strict=False)]
     return {
         "kind": min(kinds),

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megacompile.api.allocate_state import allocate
-from megacompile.api.batch_reader import Intake
+from megacompile.api.batch_reader import BatchReader
 from megacompile.api.bound_programs import Bindings
 from megacompile.api.choose_mesh import settle_mesh
 from megacompile.api.decisions import Decisions, Scheduled
@@ -100,7 +100,7 @@ class Session:
         self.planning: ProgramSet | None = None  # what is planned together, while nothing runs
         self.lock = threading.RLock()  # of all calls of the program
         self._pid = os.getpid()
-        self.intake = Intake(model, compiler.frontend, settings.max_seq_len)
+        self.reader = BatchReader(model, compiler.frontend, settings.max_seq_len)
         self._bindings = Bindings(compiler)
         self._ran_last: BoundStep | None = None
         self._last_batch: Batch | None = None
@@ -137,12 +137,12 @@ class Session:
         """Read a batch, or a list of them."""
         refuse_autocast()
         self.check_model(trains=not evaluate)
-        return self.intake.read(batch, evaluate=evaluate, outputs=outputs)
+        return self.reader.read(batch, evaluate=evaluate, outputs=outputs)
 
     def padded(self, micro: list[Batch], ranks: OfRanks | None = None) -> list[Batch]:
         """Return what was read, padded where that saves compiling, or as several ranks need it, with what the
         host computes of it."""
-        micro = self.intake.padder.padded(micro, self.decided, first=self.current is None, ranks=ranks)
+        micro = self.reader.padder.padded(micro, self.decided, first=self.current is None, ranks=ranks)
         frontend = self.compiler.frontend
         seeds = micro_seeds(self.seed, self.calls, len(micro), self.world)
         return [frontend.with_host_values(batch, seed=seed) for batch, seed in zip(micro, seeds, strict=True)]
@@ -205,7 +205,7 @@ class Session:
         first = self.runtime is None and not asked.members
         if first and mode.kind == "evaluate":
             raise ProgramError("The first program of plan_all has to train: call program.prepare in it.")
-        if first and (longest := self.intake.longest(batch)) is not None:
+        if first and (longest := self.reader.longest(batch)) is not None:
             asked = asked.adding(longest, mode)
         self.planning = asked = asked.adding(batch, mode)
 
@@ -247,7 +247,7 @@ class Session:
         """The decisions with the program for a kind of batch, its kernels loaded; planned again as long as
         these took more of the device than was left to them."""
         self._find_exact()
-        longest = self.intake.longest(batch)
+        longest = self.reader.longest(batch)
         self.decided = settle_mesh(
             self.compiler, self.decided, longest or batch, mode, self.settings, resumed
         )
@@ -324,7 +324,7 @@ class Session:
         self.decided = self.decided.only(lambda known: False)
         self._bindings.clear()
         self._ran_last = None
-        self.intake = Intake(self.model, self.compiler.frontend, self.settings.max_seq_len)
+        self.reader = BatchReader(self.model, self.compiler.frontend, self.settings.max_seq_len)
 
     def close(self) -> None:
         """End the runtime's threads. The state stays, until the model or another program has the values."""
@@ -506,7 +506,7 @@ class Session:
         return results
 
     @property
-    def machine(self) -> Machine:
+    def planned_machine(self) -> Machine:
         """The machine that is planned for."""
         return self.compiler.machine(self.decided)
 
