@@ -63,6 +63,7 @@ EXCEPTIONS = {
     "megacompile/capture/recurrent.py": "torch's recurrent layers, which are made of it",
     "megacompile/graph/sequence_dimension.py": "torch's own operators of these names",
     "megacompile/capture/replacements.py": "transformers' functions, with their arguments",
+    "megacompile/blocks/folded_sums.py": "a norm whose backward adds the other term of a sum",
     "megacompile/cli/gpu_doctor.py": "a switch that an operator shares",
     "megacompile/blocks/codegen.py": "the product that is added up within, which other code emits too",
     "megacompile/graph/fusion_check.py": "inputs of a head, whose labels are integers",
