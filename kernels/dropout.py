@@ -39,9 +39,11 @@ def dropout_mask(
     """Return the mask of the elements that dropout keeps.
 
     Args:
-        rng: int64 [2], (seed, base site); the effective site is ``rng[1] + site``. site: the number of this
-        dropout in the model. shape: of the mask; element i is the i-th in row-major order. p: probability of
-        dropping an element. device: of the mask; None: that of ``rng``.
+        rng: int64 [2], (seed, base site); the effective site is ``rng[1] + site``.
+        site: the number of this dropout in the model.
+        shape: of the mask; element i is the i-th in row-major order.
+        p: probability of dropping an element.
+        device: of the mask; None: that of ``rng``.
 
     Returns:
         bool ``shape``, contiguous, True where kept. Scratch memory: 4 MiB, whatever the shape.

@@ -5,13 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-_BETWEEN = (
-    "megacompile",
-    "torch",
-    "transformers",
-    "trl",
-    "accelerate",
-)  # packages that we call, or that call us
+# packages that we call, or that call us
+_BETWEEN = ("megacompile", "torch", "transformers", "trl", "accelerate")
 
 
 def warn_user(text: str) -> None:

@@ -377,8 +377,7 @@ class Frontend:
 
     def _differentiate(self, template: Template, mode: FakeTensorMode, chunk: int) -> DifferentiatedTemplate:
         """Templates of the same name and computation, in programs cut differently, are made once."""
-        # check and fold are settled with ``differentiate`` itself
-        key = what_decides(template, self._gpu, chunk, check=True, fold=True)
+        key = what_decides(template, self._gpu, chunk)
         if key not in self._differentiated:
             self._differentiated[key] = self._differentiated_by(
                 template, mode, self._inductor, self._gpu, chunk, fold=self._kernels[FOLDED_SUMS]

@@ -108,7 +108,7 @@ def block_function(
     work = sum(flops(n, share) for n in counted)
     attention = [attention_flops(n) for n in counted]
     experts = [grouped(n, share) for n in counted]
-    if loops is None:
+    if loops is None:  # after FLOPs are counted, as torch's counter does not know products in place
         add_in_place(graph, owned)
         counted = [n for n in graph.nodes if n.op == "call_function"]
     with recording(gpu=gpu):  # which kernels run depends on the GPU

@@ -67,21 +67,19 @@ def _is_the_same_in_every_run(graph: fx.Graph) -> bool:
     )
 
 
-def _place_of(template: Template, gpu: Gpu | None, chunk: int, check: bool, fold: bool) -> Path:
+def _place_of(template: Template, gpu: Gpu | None, chunk: int, *options: bool) -> Path:
     """The file of a template's functions."""
     code = code_digest(megacompile, blocks, capture, graph, kernels)
-    return cached_file("templates", code, *what_decides(template, gpu, chunk, check, fold))
+    return cached_file("templates", code, *what_decides(template, gpu, chunk), *options)
 
 
-def what_decides(
-    template: Template, gpu: Gpu | None, chunk: int, check: bool, fold: bool
-) -> tuple[Hashable, ...]:
+def what_decides(template: Template, gpu: Gpu | None, chunk: int) -> tuple[Hashable, ...]:
     """Everything but code that a template's functions depend on: equal values mean equal functions."""
     kernels_run = _triton.HAS_TRITON, _triton.INTERPRETED, _triton._gave_up
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     names = tuple(node.name for node in template.graph.nodes)
     own = template.name, template.digest, template.share, names
-    return torch.__version__, kernels_run, modes, own, (gpu, chunk, check, fold)
+    return torch.__version__, kernels_run, modes, own, gpu, chunk
 
 
 def _read(path: Path) -> DifferentiatedTemplate | None:

@@ -101,9 +101,10 @@ class Batch:
 
 def of_one_kind(micro: Sequence[Batch]) -> list[Batch]:
     """The micro-batches of one step, on one program where they differ in the place of their padding alone."""
+    if len({batch.key for batch in micro}) == 1:  # as in most steps
+        return list(micro)
     alike = padded_anywhere(micro)
-    one_kind = len({batch.key for batch in micro}) == 1 or len({batch.key for batch in alike}) > 1
-    return list(micro) if one_kind else alike
+    return alike if len({batch.key for batch in alike}) == 1 else list(micro)
 
 
 def padded_anywhere(micro: Sequence[Batch]) -> list[Batch]:

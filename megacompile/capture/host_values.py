@@ -8,8 +8,8 @@ Tensors stay the traced ones. Each tensor that comes from the batch alone has it
 run on real values once these are needed. A number that is read is a guard. A tensor whose shape depends on
 values becomes an input, and its shape a guard. A function of the model's own files that reads values of the
 batch alone is one call: it runs as it is for each batch, and only its results count. So all batches with as
-many positions in the results share a program. Sizes that only split
-a tensor are no guards, except their sum, if the pieces are put together again as they are.
+many positions in the results share a program. Sizes that only split a tensor are no guards, except their sum,
+if the pieces are put together again as they are.
 
 Random numbers of Python and NumPy are drawn by calls of the prologue, from the seed of a forward
 (:mod:`~megacompile.capture.host_draws`). What depends on them is an input of the program, and never a guard.

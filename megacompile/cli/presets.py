@@ -19,10 +19,8 @@ from megacompile.text_files import path_of, read_text
 
 @dataclass(frozen=True)
 class Preset:
-    """A geometry: ``billions`` is the published parameter count, ``active`` that of what a text token passes.
-
-    Tests hold the geometry to both.
-    """
+    """A geometry: ``billions`` is the published parameter count, ``active`` the count of the parameters that
+    compute a text token. Tests hold the geometry to both."""
 
     model_type: str
     fields: dict[str, Any]

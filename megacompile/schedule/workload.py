@@ -336,4 +336,5 @@ class Workload:
 
 
 WORKLOAD_VERSION = 1
+# what the optimizer decides of a group, and the numbers that stand for it in the digest
 _ADAM: Mapping[str, Any] = {"state_bytes": 0, "update_moved": 0, "update_flops": 0, "matrices": None}

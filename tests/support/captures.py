@@ -89,7 +89,7 @@ class Captures:
         fold: bool = False,
     ) -> DifferentiatedTemplate:
         """As :func:`megacompile.blocks.template_cache.differentiate_once`."""
-        key = inductor, what_decides(template, gpu, chunk, check, fold)
+        key = inductor, (*what_decides(template, gpu, chunk), check, fold)
         if key not in self._templates:
             self._templates[key] = differentiate_once(
                 template, mode, inductor, gpu, chunk, check=check, fold=fold

@@ -9,8 +9,10 @@ operator's name as an identifier, an attribute of anything but torch's own names
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -137,6 +139,25 @@ def docstrings(text: str) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+}
+
+
+def code_lines(text: str) -> int:
+    """Count the lines of a file that hold code: no blank lines, docstrings, comments or imports."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {n for t in tokens if t.type not in _NO_CODE for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found: ast.AST | None = node if isinstance(node, (ast.Import, ast.ImportFrom)) else None
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            found = node.body[0]
+        if isinstance(found, ast.stmt):
+            lines -= {*range(found.lineno, (found.end_lineno or found.lineno) + 1)}
+    return len(lines)
+
+
 def repeated(names: list[str]) -> int:
     """Count the names that occur more than once."""
     return sum(count > 1 for count in Counter(names).values())
@@ -153,6 +174,9 @@ def figures(root: Path) -> dict[str, int | str]:
     contract = re.search(r"^layers = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.M | re.S)
     return {
         "lines of the product": sum(len(text.splitlines()) for text in texts.values()),
+        "lines of code, without blank lines, docstrings, comments and imports": sum(
+            map(code_lines, texts.values())
+        ),
         "files": len(texts),
         "modules with a single importer": sum(count == 1 for count in imports(texts).values()),
         "file names that occur twice": repeated([f.stem for f in texts if f.stem != "__init__"]),

@@ -365,15 +365,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "blocks",
         "megacompile/blocks/template_cache.py",
-        "own, (gpu, chunk, check, fold)",
-        "own, (chunk, check, fold)",
+        "modes, own, gpu, chunk",
+        "modes, own, chunk",
         ("tests/e2e/test_second_start.py::test_what_functions_depend_on_differentiates_again",),
     ),
     Fault(
         "blocks",
         "megacompile/blocks/template_cache.py",
-        "own, (gpu, chunk, check, fold)",
-        "own, (gpu, chunk, check)",
+        "what_decides(template, gpu, chunk), *options)",
+        "what_decides(template, gpu, chunk), options[0])",
         ("tests/e2e/test_second_start.py::test_what_functions_depend_on_differentiates_again",),
     ),
     Fault(
