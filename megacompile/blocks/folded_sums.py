@@ -1,8 +1,8 @@
 """Fold sums: the operator that makes the last term of a sum adds the other one itself.
 
 In: a template's joint graph. Out: the graph where ``x + a @ b`` is one product, and x plus the gradient of an
-RMSNorm one kernel. A kernel of its own would read both terms and write
-their sum; so only x is read, where its memory takes the result (:mod:`~megacompile.blocks.inplace_reuse`).
+RMSNorm one kernel. A kernel of its own would read both terms and write their sum; so only x is read, if its
+memory takes the result (:mod:`~megacompile.blocks.inplace_reuse`).
 Invariants: a sum is rounded once instead of twice, and nothing else changes; no value lives longer.
 """
 
@@ -36,11 +36,10 @@ def _fold(graph: fx.Graph, total: fx.Node, mode: FakeTensorMode) -> None:
     """Replace a sum of two tensors of one form, if what makes the later one can add the earlier."""
     if total.kwargs or not all(isinstance(t, fx.Node) and _same_form(t, total) for t in total.args):
         return
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    earlier, later = sorted(operands(total), key=lambda t: order[_shown(t)])
+    earlier, later = sorted(operands(total), key=_shown)  # nodes are ordered as they are in their graph
     shown = _shown(later)
     maker = operands(shown)[0] if _is_norm_gradient(shown) else shown
-    if order[earlier] >= order[maker] or not _read_by_nothing_else(later, shown):
+    if not earlier < maker or not _read_by_nothing_else(later, shown):
         return
     with graph.inserting_before(maker):
         emit = Emitter(graph, maker, lambda: mode)
